@@ -1,0 +1,60 @@
+"""What an adapter is compiled for: ranks, dtype, and the workload that routes are chosen for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class DType(StrEnum):
+    """Storage dtypes of an artifact."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per value."""
+        return 4 if self is DType.FLOAT32 else 2
+
+    @property
+    def largest(self) -> float:
+        """The largest finite value."""
+        return {"float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38, "float16": 65504.0}[self.value]
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive value with full precision."""
+        return 2.0**-14 if self is DType.FLOAT16 else 2.0**-126
+
+    @property
+    def epsilon(self) -> float:
+        """The largest relative error of one rounding."""
+        return {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[self.value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The decode step that a route is recommended for. Units: bytes, seconds."""
+
+    tenants: int = 16
+    """Distinct adapters in one step."""
+    tokens: int = 16
+    """Rows in one step, all tenants together."""
+    bandwidth: float = 3.6e12
+    """Memory bandwidth in bytes per second; the default was measured on one H200."""
+    launch: float = 0.5e-6
+    """Cost of one more kernel in a captured graph, in seconds."""
+    activation_bytes: int = 2
+    """Bytes per activation value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What to compile for."""
+
+    tp: int = 1
+    dtype: DType | None = None
+    """None: chosen from the base's dtype, and widened when values would not survive it."""
+    workload: Workload = Workload()
