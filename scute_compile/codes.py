@@ -122,12 +122,21 @@ class Code(Enum):
     SC318 = ("an older key was read", "The key has a spelling that today's PEFT ignores or renames.")
     SC319 = ("targets match modules without tensors", "The configuration targets modules that have no tensors.")
     SC320 = ("a value does not fit the dtype", "Values overflow, or lose precision as subnormals, in the chosen dtype.")
+    SC321 = (
+        "a tensor plays no part in inference",
+        "A training-time buffer rides in the checkpoint; it is left out, as PEFT leaves it out in evaluation.",
+    )
     SC401 = ("no such base", "The base is neither a folder with a config.json nor a Hub repository that was found.")
     SC402 = ("the adapter is not for this base", "Architecture or shapes of the adapter and the base differ.")
     SC403 = ("base weights are needed", "A slot depends on weights that the base folder doesn't hold.")
     SC404 = ("the base is quantized", "The base's weights are stored in a quantized form that can't be read exactly.")
     SC405 = ("the base's structure is unknown", "Shapes can't be derived from what the base folder holds.")
     SC406 = ("no base was named", "Neither --base nor the adapter's configuration names a base model.")
+    SC407 = (
+        "the base's weights are a pickle",
+        "Only safetensors files are read. A pickle can run code while it loads; load the base with transformers where "
+        "you trust it, and call `save_pretrained`, which writes safetensors.",
+    )
     SC501 = ("the layer can't be cut", "A layer doesn't divide over this many ranks.")
     SC502 = ("a rotation block lies across a cut", "A block of R would need inputs that two ranks hold.")
     SC503 = (

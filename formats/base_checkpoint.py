@@ -1,0 +1,251 @@
+"""Base checkpoints: a `config.json` with safetensors weights in one file or in shards, or with none at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import cast
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import Findings, ScuteError, fail
+from scute_compile.formats.hub import find_repository, looks_like_id
+from scute_compile.formats.reading import names_in, read_object
+from scute_compile.formats.safetensors_file import Floats, TensorEntry, read_header, read_rows, read_tensor
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+_PICKLE = re.compile(r"(pytorch_model|consolidated)[\w.-]*\.(bin|pt|pth)")
+
+Headers = Mapping[str, Mapping[str, TensorEntry]]
+"""File name -> what its header lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor of the base and the file that holds it."""
+
+    file: Path | None
+    """None when only the header was fetched."""
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseCheckpoint:
+    """A base whose configuration and headers were read; tensors are read when asked for."""
+
+    source: str
+    path: Path | None
+    """The folder, also of a downloaded repository."""
+    config: Mapping[str, object]
+    tensors: Mapping[str, StoredTensor]
+    """By key, sorted; empty when the folder holds the configuration alone."""
+    has_weights: bool
+    """Whether tensors can be read, and not their names and shapes alone."""
+
+    @property
+    def quantized(self) -> str | None:
+        """The method of the base's quantization, or None."""
+        section = self.config.get("quantization_config")
+        if section is None:
+            return None
+        method = section.get("quant_method") if isinstance(section, Mapping) else None
+        return method if isinstance(method, str) and method else "an unnamed method"
+
+    def read_tensor(self, key: str) -> Floats:
+        """Return a whole tensor as float32 (float64 for F64), in its stored shape.
+
+        Raises:
+            ScuteError: SC403 without weights; SC104, SC109, SC110 as the file has it.
+        """
+        stored = self.tensors[key]
+        return read_tensor(self._file(key), stored.entry)
+
+    def read_rows(self, key: str, start: int, stop: int) -> Floats:
+        """Return rows `start` to `stop` of a tensor as float32 (float64 for F64).
+
+        Raises:
+            ScuteError: as for `read_tensor`.
+        """
+        stored = self.tensors[key]
+        return read_rows(self._file(key), stored.entry, start, stop)
+
+    def _file(self, key: str) -> Path:
+        file = self.tensors[key].file
+        if file is None:
+            fail(
+                Code.SC403,
+                where=f"{self.source}: {key}",
+                found="the header alone was fetched",
+                expected="the weights",
+                next="download the base and pass its folder",
+            )
+        return file
+
+
+def open_base(source: str, *, weights: bool) -> BaseCheckpoint:
+    """Open a base folder, or a Hub repository; a path that exists always wins.
+
+    Args:
+        source: A folder, `owner/name` or an old bare name.
+        weights: For a repository, whether to download its weights; otherwise its configuration, index and headers
+            alone are fetched. A folder's headers are read either way.
+
+    Raises:
+        ScuteError: SC401 (not found), SC407 (pickles only), SC103 to SC105 (damaged shards), SC107 (no such shard),
+            SC108 (JSON), SC109 (the system refuses), SC306 and SC310 (shards contradict each other or their index).
+    """
+    path = Path(source)
+    try:
+        if path.is_dir():
+            return _open_folder(source, path)
+        found = "a file" if path.exists() else "no folder of that name, and no repository's name either"
+        absent = not path.exists()
+    except OSError:
+        found, absent = "a path that can't be searched", False
+    if not (absent and looks_like_id(source)):
+        fail(
+            Code.SC401,
+            where=source,
+            found=found,
+            expected=f"a folder with a {CONFIG}, or a repository as owner/name",
+            next="check the path",
+        )
+    return _open_repository(source, weights=weights)
+
+
+def _open_folder(source: str, path: Path) -> BaseCheckpoint:
+    names = names_in(path)
+    index = _read_index(path / INDEX) if _indexed(names) else None
+    chosen = _weight_files(source, names, index)
+    config = MappingProxyType(read_object(path / CONFIG))
+    findings, headers = Findings(), dict[str, Mapping[str, TensorEntry]]()
+    for name in chosen:
+        try:
+            headers[name] = read_header(path / name)
+        except ScuteError as error:
+            findings.diagnostics.extend(error.diagnostics)
+    findings.raise_if_errors()
+    tensors = _merge(source, headers, index or {}, path)
+    return BaseCheckpoint(source=source, path=path, config=config, tensors=tensors, has_weights=bool(headers))
+
+
+def _open_repository(source: str, *, weights: bool) -> BaseCheckpoint:
+    repository = find_repository(source, Code.SC401, (CONFIG, INDEX, "model*.safetensors"))
+    small = [name for name in (CONFIG, INDEX) if name in repository.files]
+    names = repository.files
+    path = repository.download(small) if CONFIG in names else Path()
+    index = _read_index(path / INDEX) if _indexed(names) else None
+    chosen = _weight_files(source, names, index)
+    if weights or repository.cached is not None:
+        return _open_folder(source, repository.download([*small, *chosen]))
+    config = MappingProxyType(read_object(path / CONFIG))
+    tensors = _merge(source, repository.read_headers(chosen), index or {}, None)
+    return BaseCheckpoint(source=source, path=path, config=config, tensors=tensors, has_weights=False)
+
+
+def _indexed(names: tuple[str, ...]) -> bool:
+    # Both may stand there; transformers then takes the single file, and so does this.
+    return INDEX in names and SINGLE not in names
+
+
+def _read_index(path: Path) -> Mapping[str, str]:
+    """Return the index's map from tensor to file name."""
+    weight_map = read_object(path).get("weight_map")
+    if isinstance(weight_map, dict) and weight_map:
+        wrong = [
+            f for f in weight_map.values() if not isinstance(f, str) or f in {"", "..", "."} or set(f) & set("/\\\0")
+        ]
+        found = f"the file name {wrong[0]!r:.80} in weight_map" if wrong else ""
+    else:
+        found = "no weight_map" if weight_map is None else "a weight_map that names no tensors"
+    if found:
+        fail(
+            Code.SC108,
+            where=str(path),
+            found=found,
+            expected="a weight_map from tensor names to names of files in the same folder",
+            next="download the base again",
+        )
+    return cast("dict[str, str]", weight_map)
+
+
+def _weight_files(source: str, names: tuple[str, ...], index: Mapping[str, str] | None) -> tuple[str, ...]:
+    """Return the files that hold the weights; none when there is the configuration alone."""
+    if CONFIG not in names:
+        held = ", ".join(names[:8]) or "nothing"
+        fail(
+            Code.SC401,
+            where=source,
+            found=f"no {CONFIG} (there is {held}{' and more' if len(names) > 8 else ''})",
+            expected=f"{CONFIG}, with or without safetensors weights",
+            next="pass the folder of the base model, not of an adapter",
+        )
+    if SINGLE in names:
+        return (SINGLE,)
+    shards = tuple(sorted(set(index.values()))) if index is not None else _unindexed_shards(names)
+    missing = [name for name in shards if name not in names]
+    if missing:
+        fail(
+            Code.SC107,
+            where=source,
+            found=f"{len(shards) - len(missing)} of {len(shards)} shards; missing: {', '.join(missing[:8])}",
+            expected="every shard" + (f" that {INDEX} names" if index is not None else " that the file names count"),
+            next="download the base again",
+        )
+    pickles = [name for name in names if _PICKLE.fullmatch(name)]
+    if not shards and pickles:
+        fail(
+            Code.SC407,
+            where=source,
+            found=f"{', '.join(pickles[:4])}, which can run code while loading; not opened",
+            expected="safetensors weights",
+            next="convert the base: load it with transformers where you trust it, and call save_pretrained",
+        )
+    return shards
+
+
+def _unindexed_shards(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return all names that a set of numbered shards must have, from those that are there."""
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            number, total = match.groups()
+            count = min(int(total), 99_999)
+            return tuple(f"model-{i:0{len(number)}d}-of-{total}.safetensors" for i in range(1, count + 1))
+    return ()
+
+
+def _merge(source: str, headers: Headers, index: Mapping[str, str], folder: Path | None) -> Mapping[str, StoredTensor]:
+    """Join the shards' headers; where an index exists, it decides which file a tensor is read from."""
+    findings = Findings()
+    for file, header in headers.items():
+        missing = [key for key, named in index.items() if named == file and key not in header]
+        if missing:
+            findings.error(
+                Code.SC310,
+                where=f"{source}/{file}",
+                found=f"{len(missing)} tensors that the index puts there are not in it, first {missing[0]}",
+                expected=f"what {INDEX} says",
+                next="download the base again",
+            )
+    tensors: dict[str, StoredTensor] = {}
+    for file, header in headers.items():
+        for key, entry in header.items():
+            if index.get(key, file) != file:
+                continue
+            if key in tensors:
+                findings.error(
+                    Code.SC306,
+                    where=f"{source}: {key}",
+                    found="the tensor in two shards",
+                    expected="one, or an index that says which counts",
+                    next="download the base again",
+                )
+            tensors[key] = StoredTensor(file=None if folder is None else folder / file, entry=entry)
+    findings.raise_if_errors()
+    return MappingProxyType(dict(sorted(tensors.items())))

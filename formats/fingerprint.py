@@ -1,0 +1,92 @@
+"""The two fingerprints of a base: its structure, and samples of its content.
+
+Neither depends on how the weights are split over files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from scute_compile.expressions import Shape
+from scute_compile.formats.base_checkpoint import BaseCheckpoint
+from scute_compile.formats.safetensors_file import TensorEntry, read_spans
+
+SAMPLE_BYTES = 4096
+
+
+def structure_hash(model_type: str, parameters: Mapping[str, object], tensors: Mapping[str, tuple[str, Shape]]) -> str:
+    """Return the SHA-256 over model type, parameters, and the tensors' names and shapes.
+
+    The dtype is left out: a base in another precision is the same structure.
+
+    Args:
+        model_type: The configuration's `model_type`.
+        parameters: The configuration fields that matter; JSON values.
+        tensors: Name -> (dtype, shape).
+    """
+    return _digest(
+        {
+            "model_type": model_type,
+            "parameters": _plain(parameters),
+            "tensors": {name: list(shape) for name, (_, shape) in tensors.items()},
+        }
+    )
+
+
+def content_hash(checkpoint: BaseCheckpoint) -> str | None:
+    """Return the SHA-256 over every tensor's name, dtype, shape and samples; None without weights.
+
+    The samples are the first, middle and last 4096 bytes of each tensor, all of it when it is shorter.
+
+    Raises:
+        ScuteError: SC104 or SC109 when a file can't be read.
+    """
+    if not checkpoint.has_weights:
+        return None
+    samples: dict[str, str] = {}
+    # File by file in the order of the bytes, so that a disk reads forward.
+    for file in sorted({stored.file for stored in checkpoint.tensors.values() if stored.file}):
+        inside = sorted(
+            ((key, stored.entry) for key, stored in checkpoint.tensors.items() if stored.file == file),
+            key=lambda item: item[1].begin,
+        )
+        spans = [(entry.begin + offset, length) for _, entry in inside for offset, length in sample_spans(entry)]
+        blocks = read_spans(file, spans)
+        for key, entry in inside:
+            digest = hashlib.sha256()
+            for _ in sample_spans(entry):
+                digest.update(next(blocks))
+            samples[key] = digest.hexdigest()
+    return _digest(
+        [
+            [key, stored.entry.dtype, list(stored.entry.shape), samples[key]]
+            for key, stored in sorted(checkpoint.tensors.items())
+        ]
+    )
+
+
+def sample_spans(entry: TensorEntry) -> tuple[tuple[int, int], ...]:
+    """Return the sampled `(offset, length)` spans of a tensor, offsets counted inside it.
+
+    >>> sample_spans(TensorEntry(dtype="F32", shape=(2500,), begin=8, end=10008))
+    ((0, 4096), (2952, 4096), (5904, 4096))
+    """
+    if entry.nbytes <= SAMPLE_BYTES:
+        return ((0, entry.nbytes),)
+    last = entry.nbytes - SAMPLE_BYTES
+    return tuple((offset, SAMPLE_BYTES) for offset in sorted({0, last // 2, last}))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()

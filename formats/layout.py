@@ -1,0 +1,64 @@
+"""Which tensors a rank's file holds, and their shapes: the one definition that the writer and the reader share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from scute_compile.expressions import Shape, width
+from scute_compile.formats.manifest import SiteRecord
+from scute_compile.ir import RotationKind
+from scute_compile.target import DType
+
+SAFETENSORS_NAMES: Mapping[DType, str] = {DType.FLOAT32: "F32", DType.BFLOAT16: "BF16", DType.FLOAT16: "F16"}
+"""How safetensors spells the dtypes of artifacts."""
+
+SHIFT_DTYPE = DType.FLOAT32
+"""`b` is kept in float32: it cancels against the base's bias, which may be a hundred times the adapter's effect."""
+
+
+def tensor_name(site: str, slot: str, term: int | None = None) -> str:
+    """Return the name of a slot's tensor.
+
+    >>> tensor_name("mlp.up_proj", "ds"), tensor_name("mlp.up_proj", "A", 0)
+    ('mlp.up_proj.ds', 'mlp.up_proj.terms.0.A')
+    """
+    return f"{site}.{slot}" if term is None else f"{site}.terms.{term}.{slot}"
+
+
+def rank_layout(site: SiteRecord, rank: int, dtype: DType) -> Mapping[str, tuple[DType, Shape]]:
+    """Return dtype and shape of every tensor that `rank` holds of `site`, in the order in which they are written.
+
+    `dR` is `(blocks, size, size)` or `(in,)`, `ds` and `b` `(out,)`, `A` `(rank, in)`, `B` `(rank, out)`, `d`
+    `(rank,)`, `e` `(out,)`; `in` and `out` are what the rank holds. Shared factors aren't in rank files.
+    """
+    inputs, outputs = width(site.inputs[rank]), width(site.outputs[rank])
+    tensors: dict[str, tuple[DType, Shape]] = {}
+    if site.rotation is not None:
+        tensors[tensor_name(site.name, "dR")] = (dtype, _rotation_shape(site, inputs))
+    if site.scale:
+        tensors[tensor_name(site.name, "ds")] = (dtype, (outputs,))
+    if site.shift:
+        tensors[tensor_name(site.name, "b")] = (SHIFT_DTYPE, (outputs,))
+    for number, term in enumerate(site.terms):
+        shapes: tuple[tuple[str, bool, Shape], ...] = (
+            ("A", term.a is None, (term.rank, inputs)),
+            ("B", term.b is None, (term.rank, outputs)),
+            ("d", term.d, (term.rank,)),
+            ("e", term.e, (outputs,)),
+        )
+        for slot, held, shape in shapes:
+            if held:
+                tensors[tensor_name(site.name, slot, number)] = (dtype, shape)
+    return tensors
+
+
+def file_layout(sites: Iterable[SiteRecord], rank: int, dtype: DType) -> Mapping[str, tuple[DType, Shape]]:
+    """Return dtype and shape of every tensor in the file of `rank`."""
+    return {name: entry for site in sites for name, entry in rank_layout(site, rank, dtype).items()}
+
+
+def _rotation_shape(site: SiteRecord, inputs: int) -> Shape:
+    if site.rotation is None or site.rotation.kind is RotationKind.DIAGONAL:
+        return (inputs,)
+    size = site.rotation.block
+    return (1 if site.rotation.blocks == 1 else inputs // size, size, size)

@@ -1,0 +1,295 @@
+"""The manifest of an artifact as typed records; `docs/format.md` is the page for readers, this is the definition.
+
+Every record is frozen and refuses fields that it doesn't know. What one record can say about itself is checked here;
+what needs the files is checked in `scute_compile.formats.artifact`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+from itertools import pairwise
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from scute_compile.expressions import Ranges, width
+from scute_compile.ir import RotationKind
+from scute_compile.model import Split
+from scute_compile.target import DType
+
+MAJOR, MINOR = 1, 0
+SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Range = tuple[Count, Count]
+RankRanges = Annotated[tuple[Range, ...], Field(min_length=1)]
+
+
+class Method(StrEnum):
+    """The PEFT method that an artifact was compiled from."""
+
+    LORA = "lora"
+    DORA = "dora"
+    IA3 = "ia3"
+    VERA = "vera"
+    OFT = "oft"
+    ADALORA = "adalora"
+
+
+class Record(BaseModel):
+    """What all records share: frozen, strict, and no field that isn't declared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class BaseIdentity(Record):
+    """The base model that the artifact belongs to."""
+
+    name: str | None
+    model_type: str
+    structure: Sha256
+    """Hash of the configuration fields that matter and of all tensor names and shapes."""
+    content: Sha256 | None
+    """Hash of sampled weights; null when only a configuration was given."""
+
+
+class WorkloadRecord(Record):
+    """The decode step that routes were chosen for. Units: bytes, seconds."""
+
+    tenants: Positive
+    tokens: Positive
+    bandwidth: Annotated[float, Field(gt=0)]
+    launch: Annotated[float, Field(ge=0)]
+    activation_bytes: Positive
+
+
+class RotationRecord(Record):
+    """The slot R of a site; the tensor `dR` holds `R - I`."""
+
+    kind: RotationKind
+    block: Positive
+    """Width of one block; 1 for a diagonal."""
+    blocks: Positive
+    """Blocks stored over the whole site; 1 means one block that repeats along the input."""
+
+
+class SharedWindow(Record):
+    """A factor that lies in the store: the site uses its first `features` columns, then its rank's ranges of these."""
+
+    factor: Sha256
+    features: Positive
+
+
+class TermRecord(Record):
+    """One low-rank term. A factor that is null lies in the rank files."""
+
+    rank: Positive
+    a: SharedWindow | None
+    b: SharedWindow | None
+    d: bool
+    e: bool
+
+
+class LiveSlot(Record):
+    """A slot that is computed at every step, and where, for the stated workload."""
+
+    slot: str
+    route: str
+    candidates: tuple[tuple[str, Count], ...]
+    """Each route with the bytes that it moves per step."""
+
+
+class SiteRecord(Record):
+    """One linear layer that the adapter touches."""
+
+    name: str
+    in_features: Positive
+    out_features: Positive
+    gemm: str
+    split: Split
+    inputs: tuple[RankRanges, ...]
+    """Per rank, the ranges of the input that it holds."""
+    outputs: tuple[RankRanges, ...]
+    """Per rank, the ranges of the output that it holds."""
+    rotation: RotationRecord | None
+    scale: bool
+    """Whether a tensor `ds` exists."""
+    shift: bool
+    """Whether a tensor `b` exists."""
+    shift_rank: Annotated[int, Field(ge=-1)]
+    """The rank that adds `b`; -1 on column sites, where every rank adds its slice."""
+    terms: tuple[TermRecord, ...]
+    live: tuple[LiveSlot, ...]
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> SiteRecord:
+        _check_cut(self)
+        _check_rotation(self)
+        for number, term in enumerate(self.terms):
+            for window, features in ((term.a, self.in_features), (term.b, self.out_features)):
+                if window is not None and window.features != features:
+                    message = f"term {number} of `{self.name}` takes {window.features} features of {features}"
+                    raise ValueError(message)
+        return self
+
+
+class FactorFile(Record):
+    """A shared factor of the store: tensor `factor` of shape `(rank, features)` in `factors/HASH.safetensors`."""
+
+    hash: Sha256
+    rank: Positive
+    features: Positive
+    dtype: DType
+    bytes: Count
+
+
+class RankFile(Record):
+    """The tensors of one rank."""
+
+    file: str
+    sha256: Sha256
+    bytes: Count
+
+
+class ByteCounts(Record):
+    """Sizes on disk."""
+
+    ranks: Count
+    shared: Count
+
+
+class Manifest(Record):
+    """`manifest.json`."""
+
+    schema_version: Annotated[str, Field(pattern=r"^[0-9]{1,6}\.[0-9]{1,6}$")]
+    tool: str
+    name: str
+    method: Method
+    dtype: DType
+    tp: Positive
+    base: BaseIdentity
+    sources: Mapping[str, Sha256]
+    """The adapter's files and their hashes."""
+    digest: Sha256
+    """`manifest_digest` of the manifest."""
+    settings: Mapping[str, str]
+    renamed: Mapping[str, str]
+    """Adapter module path -> base module path, when keys were re-rooted."""
+    workload: WorkloadRecord
+    sites: tuple[SiteRecord, ...]
+    """Empty when every slot is the identity: an adapter that was never trained."""
+    factors: tuple[FactorFile, ...]
+    ranks: Annotated[tuple[RankFile, ...], Field(min_length=1)]
+    bytes: ByteCounts
+    notes: tuple[Mapping[str, JsonValue], ...]
+    findings: tuple[Mapping[str, JsonValue], ...]
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Manifest:
+        if len(self.ranks) != self.tp:
+            raise ValueError(f"tp is {self.tp}, but there are {len(self.ranks)} rank files")
+        for kind, names in (
+            ("site", [site.name for site in self.sites]),
+            ("rank file", [rank.file for rank in self.ranks]),
+            ("factor", [factor.hash for factor in self.factors]),
+        ):
+            if double := next((name for name, times in Counter(names).items() if times > 1), None):
+                raise ValueError(f"{kind} `{double}` is listed twice")
+        factors = {factor.hash: factor for factor in self.factors}
+        for site in self.sites:
+            if len(site.inputs) != self.tp or len(site.outputs) != self.tp:
+                found = f"{len(site.inputs)} input and {len(site.outputs)} output cuts"
+                raise ValueError(f"`{site.name}` has {found} for {self.tp} ranks")
+            _check_factors(site, factors)
+        return self
+
+
+def _check_factors(site: SiteRecord, factors: Mapping[str, FactorFile]) -> None:
+    for term in site.terms:
+        for window in (term.a, term.b):
+            if window is None:
+                continue
+            if window.factor not in factors:
+                raise ValueError(f"`{site.name}` uses factor {window.factor}, which `factors` doesn't list")
+            factor = factors[window.factor]
+            if factor.rank != term.rank or factor.features < window.features:
+                found = f"{factor.rank}x{factor.features}"
+                raise ValueError(f"`{site.name}` needs {term.rank}x{window.features} of a factor that is {found}")
+
+
+def _check_cut(site: SiteRecord) -> None:
+    """Check that ranges lie inside the layer, and that the cut axis is covered as the kind of split says."""
+    for axis, features, cuts in (("input", site.in_features, site.inputs), ("output", site.out_features, site.outputs)):
+        cut_axis = (axis == "input" and site.split is Split.ROW) or (axis == "output" and site.split is Split.COLUMN)
+        for ranges in cuts:
+            ordered = sorted(ranges)
+            if any(start >= stop or stop > features for start, stop in ranges):
+                raise ValueError(f"an {axis} range of `{site.name}` is empty or ends beyond {features}")
+            if any(left[1] > right[0] for left, right in pairwise(ordered)):
+                raise ValueError(f"the {axis} ranges of one rank of `{site.name}` overlap")
+            if not cut_axis and ranges != ((0, features),):
+                raise ValueError(f"the {axis} of `{site.name}` is cut, which a {site.split.value} site never is")
+        if cut_axis and not _covers(cuts, features):
+            raise ValueError(f"the ranks of `{site.name}` don't hold the whole {axis} of {features}")
+    if site.split is Split.ROW and sum(map(width, site.inputs)) != site.in_features:
+        raise ValueError(f"two ranks of `{site.name}` hold the same inputs and would add them twice")
+    if (site.shift_rank == -1) is not (site.split is Split.COLUMN) or site.shift_rank >= len(site.inputs):
+        raise ValueError(f"rank {site.shift_rank} can't add the shift of the {site.split.value} site `{site.name}`")
+
+
+def _covers(cuts: tuple[Ranges, ...], features: int) -> bool:
+    reached = 0
+    for start, stop in sorted(pair for ranges in cuts for pair in ranges):
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached == features
+
+
+def _check_rotation(site: SiteRecord) -> None:
+    rotation = site.rotation
+    if rotation is None or rotation.kind is RotationKind.DIAGONAL:
+        return
+    if site.in_features % rotation.block or rotation.blocks not in (1, site.in_features // rotation.block):
+        found = f"{rotation.blocks} blocks of {rotation.block}"
+        raise ValueError(f"`{site.name}` has {found} on {site.in_features} inputs")
+    if any(edge % rotation.block for ranges in site.inputs for pair in ranges for edge in pair):
+        raise ValueError(f"a block of {rotation.block} of `{site.name}` lies across a cut")
+
+
+def manifest_digest(manifest: Mapping[str, JsonValue]) -> str:
+    """Return sha256 over the manifest's canonical JSON, without its own field `digest`.
+
+    Canonical: keys sorted, no spaces, characters beyond ASCII escaped, numbers as Python's `json` writes them.
+
+    >>> manifest_digest({"b": 1, "a": [1.5]}) == manifest_digest({"a": [1.5], "b": 1, "digest": "x"})
+    True
+    """
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def rank_file_name(rank: int, tp: int) -> str:
+    """Return the name of a rank's file.
+
+    >>> rank_file_name(0, 2)
+    'rank-00000-of-00002.safetensors'
+    """
+    return f"rank-{rank:05d}-of-{tp:05d}.safetensors"
+
+
+def schema_text() -> str:
+    """Return the JSON schema of the manifest: what `formats/manifest.schema.json` holds."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Manifest.model_json_schema()}
+    return json.dumps(schema, indent=2, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(schema_text())

@@ -1,0 +1,188 @@
+"""PEFT adapter folders: `adapter_config.json` beside `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import Findings, ScuteError, fail
+from scute_compile.formats.hub import Repository, find_repository, looks_like_id
+from scute_compile.formats.reading import names_in, read_object
+from scute_compile.formats.safetensors_file import TensorEntry, read_header
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+
+_RESEMBLES = (
+    ({"lora_parameters"}, "MLX"),
+    ({"fine_tune_type"}, "MLX"),
+    ({"swift_type"}, "ModelScope Swift"),
+    ({"config", "model_class"}, "the `adapters` library"),
+    ({"r", "target_modules"}, "PEFT with its `peft_type` lost"),
+)
+"""Keys that give away the program that wrote a file of the same name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFolder:
+    """An adapter whose configuration and header could be read; no tensor was."""
+
+    path: Path
+    name: str
+    """The folder's name, or the repository's without its owner."""
+    config: Mapping[str, object]
+    tensors: Mapping[str, TensorEntry]
+    """By key, in the order of the file's bytes."""
+    weights: Path
+    """The safetensors file."""
+
+
+def open_adapter(source: str) -> AdapterFolder:
+    """Open an adapter folder, or the adapter in a Hub repository; a path that exists always wins.
+
+    Args:
+        source: A folder or `owner/name`.
+
+    Raises:
+        ScuteError: SC101 (not found), SC102 (a pickle), SC103 to SC105 (damaged weights), SC106 (no tensors), SC107
+            (a file is missing), SC108 (the JSON is not readable), SC109 (the system refuses), SC201 (not PEFT's). The
+            configuration's fault and the weights' are reported together.
+    """
+    path = Path(source)
+    if path.is_dir():
+        _check_files(source, names_in(path), subfolders_with_config(path))
+        return _read_folder(path, path.resolve().name or "adapter")
+    if _exists(path):
+        fail(
+            Code.SC101,
+            where=source,
+            found="a file",
+            expected=f"a folder that holds {CONFIG} and {WEIGHTS}",
+            next=f"pass the folder {path.parent}" if path.name in {CONFIG, WEIGHTS, PICKLE} else "pass a folder",
+        )
+    if "/" not in source or not looks_like_id(source):
+        fail(
+            Code.SC101,
+            where=source,
+            found="no folder of that name, and no repository's name either",
+            expected="an adapter's folder, or a repository as owner/name",
+            next="check the path",
+        )
+    repository = find_repository(source, Code.SC101, (CONFIG, WEIGHTS))
+    _check_files(source, repository.files, _subfolders_in(repository))
+    return _read_folder(repository.download((CONFIG, WEIGHTS)), source.rpartition("/")[2])
+
+
+def subfolders_with_config(folder: Path) -> tuple[str, ...]:
+    """Return the names of the folders right below that hold an adapter: PEFT saves every adapter but the default so."""
+    return tuple(name for name in names_in(folder) if _exists(folder / name / CONFIG))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a folder on the way may not be searched; opening it later says so
+        return False
+
+
+def _subfolders_in(repository: Repository) -> tuple[str, ...]:
+    inner = (name.rpartition("/") for name in repository.files)
+    return tuple(folder for folder, _, name in inner if name == CONFIG and folder)
+
+
+def _check_files(source: str, names: tuple[str, ...], subfolders: tuple[str, ...]) -> None:
+    """Report the files that a folder lacks, as far as the names alone tell."""
+    if CONFIG in names and WEIGHTS in names:
+        return
+    seen = f"the folder holds {_listed(names)}" if names else "the folder is empty"
+    if CONFIG not in names and subfolders:
+        fail(
+            Code.SC107,
+            where=source,
+            found=f"no {CONFIG}, but subfolders with one: {_listed(subfolders)}",
+            expected=f"{CONFIG} and {WEIGHTS} in the folder itself",
+            next="an adapter saved under a name of its own lies in a subfolder: "
+            + (
+                "pass " + " or ".join(f"{source.rstrip('/')}/{name}" for name in subfolders[:4])
+                if Path(source).is_dir()
+                else "download the repository and pass that subfolder"
+            ),
+        )
+    findings = Findings()
+    if CONFIG not in names:
+        findings.error(
+            Code.SC107,
+            where=source,
+            found=f"no {CONFIG}; {seen}",
+            expected=f"{CONFIG} beside the weights",
+            next="pass the folder that PEFT's `save_pretrained` wrote",
+        )
+    if WEIGHTS not in names and PICKLE in names:
+        findings.error(
+            Code.SC102,
+            where=source,
+            found=f"{PICKLE} is a pickle, which can run code while it loads; it was not opened",
+            expected=WEIGHTS,
+            next="load it where it was made and save it with `save_pretrained(..., safe_serialization=True)`",
+        )
+    elif WEIGHTS not in names:
+        findings.error(
+            Code.SC107,
+            where=source,
+            found=f"no {WEIGHTS}; {seen}",
+            expected=f"{WEIGHTS} beside {CONFIG}",
+            next="pass the folder that PEFT's `save_pretrained` wrote, or save the adapter again",
+        )
+    if CONFIG in names and (Path(source) / CONFIG).is_file():
+        _read_config(Path(source) / CONFIG, findings)
+    findings.raise_if_errors()
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _read_folder(path: Path, name: str) -> AdapterFolder:
+    findings = Findings()
+    config = _read_config(path / CONFIG, findings)
+    tensors: Mapping[str, TensorEntry] = {}
+    try:
+        tensors = read_header(path / WEIGHTS)
+    except ScuteError as error:
+        findings.diagnostics.extend(error.diagnostics)
+    else:
+        if not tensors:
+            findings.error(
+                Code.SC106,
+                where=str(path / WEIGHTS),
+                found=f"no tensors in a file of {(path / WEIGHTS).stat().st_size} bytes",
+                expected="the adapter's tensors",
+                next="save the adapter again; gather sharded weights (ZeRO-3, FSDP) before saving",
+            )
+    findings.raise_if_errors()
+    return AdapterFolder(path=path, name=name, config=config, tensors=tensors, weights=path / WEIGHTS)
+
+
+def _read_config(path: Path, findings: Findings) -> Mapping[str, object]:
+    try:
+        config = read_object(path)
+    except ScuteError as error:
+        findings.diagnostics.extend(error.diagnostics)
+        return {}
+    method = config.get("peft_type")
+    if not isinstance(method, str) or not method:
+        keys = ", ".join(sorted(config)[:8]) or "no keys"
+        program = next((name for signs, name in _RESEMBLES if signs <= config.keys()), "")
+        findings.error(
+            Code.SC201,
+            where=str(path),
+            found=("no peft_type" if method is None else f"the peft_type {method!r:.60}")
+            + f" (it has {keys}{'; this resembles a file of ' + program if program else ''})",
+            expected="a PEFT configuration, whose peft_type names the method",
+            next="pass the folder that PEFT's `save_pretrained` wrote",
+        )
+    return MappingProxyType(config)

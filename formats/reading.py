@@ -1,0 +1,167 @@
+"""Opening files and reading JSON strictly, with the operating system's refusals as diagnostics."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import NoReturn
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+
+JSON_LIMIT = 100_000_000
+"""Bytes of JSON that are read at most; safetensors sets the same limit for its header."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """Open a regular file for unbuffered reading.
+
+    Raises:
+        ScuteError: SC109 when the operating system refuses, now or while the block reads; also for pipes and devices,
+            which would block or never end.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            _refuse(path, "not a regular file")
+        with FileIO(path, "rb") as file:
+            yield file
+    except OSError as error:
+        _refuse(path, error.strerror or str(error))
+
+
+def file_size(file: FileIO) -> int:
+    """Return the size in bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def names_in(folder: Path) -> tuple[str, ...]:
+    """Return the names in a folder, sorted.
+
+    Raises:
+        ScuteError: SC109 when the folder can't be listed.
+    """
+    try:
+        return tuple(sorted(entry.name for entry in folder.iterdir()))
+    except OSError as error:
+        _refuse(folder, error.strerror or str(error))
+
+
+def parse_object(raw: bytes) -> dict[str, object]:
+    """Return the JSON object that `raw` holds.
+
+    Stricter than `json.loads`: no duplicate keys, no NaN or infinity (nor numbers that overflow to it), no lone
+    surrogates, UTF-8 only.
+
+    Raises:
+        ValueError: in a few words, what is wrong.
+
+    >>> parse_object(b'{"r": 8, "r": 16}')
+    Traceback (most recent call last):
+    ValueError: the key 'r' stands there twice
+    """
+    try:
+        value = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
+        # An escaped lone surrogate passes the decoder but could never be printed or written again.
+        if b"\\u" in raw:
+            _no_surrogates(value)
+    except UnicodeDecodeError as error:
+        msg = f"not UTF-8 at byte {error.start}"
+        raise ValueError(msg) from None
+    except RecursionError:
+        msg = "nested too deeply"
+        raise ValueError(msg) from None
+    if not isinstance(value, dict):
+        msg = f"a JSON {_json_name(value)}, not an object"
+        raise ValueError(msg)  # noqa: TRY004 - one kind of exception for all that can be wrong with the text
+    return value
+
+
+def read_object(path: Path) -> dict[str, object]:
+    """Return the JSON object in a file; a byte order mark is allowed.
+
+    Raises:
+        ScuteError: SC108 when the text is no JSON object, SC109 when the file can't be read.
+    """
+    with opened(path) as file:
+        size = file_size(file)
+        raw = file.readall() if size <= JSON_LIMIT else b""
+    if size > JSON_LIMIT:
+        _no_json(path, f"a file of {size} bytes", f"at most {JSON_LIMIT} bytes of JSON")
+    try:
+        return parse_object(raw.removeprefix(b"\xef\xbb\xbf"))
+    except ValueError as error:
+        _no_json(path, str(error) if raw else "an empty file", "one JSON object, in UTF-8")
+
+
+def _no_json(path: Path, found: str, expected: str) -> NoReturn:
+    fail(
+        Code.SC108,
+        where=str(path),
+        found=found,
+        expected=expected,
+        next="restore the file from where it was saved, or correct it by hand",
+    )
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    fail(
+        Code.SC109,
+        where=str(path),
+        found=reason[:1].lower() + reason[1:],
+        expected="a file or folder that can be read",
+        next="check the path, its permissions and the disk",
+    )
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        msg = f"the key {twice!r} stands there twice"
+        raise ValueError(msg)
+    return result
+
+
+def _no_constant(text: str) -> NoReturn:
+    msg = f"{text} is no JSON number"
+    raise ValueError(msg)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        msg = f"the number {text[:20]} is out of range"
+        raise ValueError(msg)
+    return value
+
+
+def _no_surrogates(value: object) -> None:
+    if isinstance(value, str):
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            msg = f"the text {value[:60]!r} is no Unicode"
+            raise ValueError(msg)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _no_surrogates(key)
+            _no_surrogates(item)
+    elif isinstance(value, list):
+        for item in value:
+            _no_surrogates(item)
+
+
+def _json_name(value: object) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    return names[type(value)]

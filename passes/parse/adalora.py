@@ -1,0 +1,82 @@
+"""AdaLoRA (`peft_type` ADALORA; arXiv:2303.10512, PEFT `tuners/adalora/layer.py`).
+
+F = xW + b0 + c ((x A) * E) B, so E is the slot d between two owned factors. The scale divides by the rank at the
+*start* of training plus 1e-5; neither the kept rank nor the field `r` counts.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from scute_compile.codes import Code
+from scute_compile.expressions import Reshape, Transpose
+from scute_compile.ir import Factor, Site, Term
+from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
+from scute_compile.passes.parse.keys import Parameter
+from scute_compile.passes.parse.lora import INERT as LORA_INERT
+from scute_compile.passes.parse.lora import RULES as LORA_RULES
+from scute_compile.passes.parse.settings import Settings
+
+RANK_GUARD = 1e-5
+"""PEFT adds this to the rank in the denominator."""
+
+
+class AdaLoraSettings(Settings):
+    """The fields of an AdaLoRA configuration that change what it computes."""
+
+    init_r: int = 12
+    lora_alpha: float | None = None
+    bias: str = "none"
+
+
+def dimensions(tensors: Tensors) -> tuple[int, int]:
+    """Return `(in, out)` from A's width and B's height."""
+    a, b = tensors.get("lora_A"), tensors.get("lora_B")
+    return (a.shape[1] if a and len(a.shape) == 2 else 0), (b.shape[0] if b and len(b.shape) == 2 else 0)
+
+
+def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
+    """Rewrite AdaLoRA modules into sites."""
+    ada = cast("AdaLoraSettings", settings)
+    alpha = ada.lora_alpha if ada.lora_alpha is not None else 8.0  # the configuration's default
+    c = (alpha if alpha > 0 else float(ada.init_r)) / (ada.init_r + RANK_GUARD)
+    sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, c)) is not None]
+    kept = sorted({site.terms[0].rank for site in sites if site.terms})
+    settings_shown = (("initial rank", str(ada.init_r)), ("kept ranks", " ".join(map(str, kept))), ("alpha", f"{alpha:g}"))
+    return Reading(method="adalora", sites=tuple(sites), settings=settings_shown)
+
+
+def _site(checkpoint: Checkpoint, path: str, c: float) -> Site | None:
+    if not require(checkpoint, path, "lora_A", "lora_B", "lora_E"):
+        return None
+    a, b, e = (checkpoint.modules[path][name] for name in ("lora_A", "lora_B", "lora_E"))
+    rank = a.shape[0]
+    if b.shape[1] != rank or e.shape not in ((rank, 1), (rank,)):
+        checkpoint.findings.error(
+            Code.SC307, where=path, found=f"A {a.shape}, E {e.shape}, B {b.shape}", expected="one rank for all three",
+            next="save the adapter again",
+        )  # fmt: skip
+        return None
+    if rank == 0:  # pruned away in training: the module keeps the base's answer
+        return Site(linear=checkpoint.linear(path))
+    term = Term(a=Factor(value=a), b=Factor(value=Transpose(b)), d=Reshape(e, (rank,)), c=c)
+    return Site(linear=checkpoint.linear(path), terms=(term,))
+
+
+ADALORA = FrontEnd(
+    peft_type="ADALORA",
+    parameters=(
+        Parameter(slot="lora_A", spellings=("lora_A",)),
+        Parameter(slot="lora_B", spellings=("lora_B",)),
+        Parameter(slot="lora_E", spellings=("lora_E",)),
+    ),
+    settings=AdaLoraSettings,
+    inert=LORA_INERT
+    | {"r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step", "use_rslora"}
+    | {"rank_pattern", "alpha_pattern", "init_lora_weights", "use_dora", "lora_bias"},
+    rules=LORA_RULES,
+    may_be_empty=frozenset({"lora_A", "lora_B", "lora_E"}),
+    inert_keys=("ranknum",),
+    dimensions=dimensions,
+    build=build,
+)

@@ -1,0 +1,87 @@
+"""What a front end is given and what it must give back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import Findings
+from scute_compile.expressions import Ref
+from scute_compile.ir import Site
+from scute_compile.model import Linear, ModelStructure
+from scute_compile.passes.parse.keys import Parameter
+from scute_compile.passes.parse.settings import Rule, Settings
+from scute_compile.passes.scan import TensorFacts
+
+Tensors = Mapping[str, Ref]
+"""Parameter -> tensor, for one module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """An adapter whose keys are sorted and whose modules are found in the base."""
+
+    config: Mapping[str, object]
+    modules: Mapping[str, Tensors]
+    """By the base's module path, in the base's order."""
+    shared: Tensors
+    facts: Mapping[str, TensorFacts]
+    """By checkpoint key."""
+    structure: ModelStructure
+    """The base, its layers narrowed to the root that the adapter's keys lie in."""
+    names: Mapping[str, str]
+    """Base module path -> the path that the adapter, its patterns and its targets know it by, where they differ."""
+    findings: Findings
+
+    def trained_name(self, path: str) -> str:
+        """Return the module path that the configuration's patterns were written for."""
+        return self.names.get(path, path)
+
+    def linear(self, path: str) -> Linear:
+        """Return the base's layer at `path`."""
+        return self.structure.linears[path]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a front end makes of a checkpoint."""
+
+    method: str
+    sites: tuple[Site, ...]
+    settings: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontEnd:
+    """One PEFT method: what its files look like, and how they become sites."""
+
+    peft_type: str
+    parameters: tuple[Parameter, ...]
+    shared: tuple[Parameter, ...] = ()
+    settings: type[Settings]
+    inert: frozenset[str] = frozenset()
+    rules: tuple[Rule, ...] = ()
+    may_be_empty: frozenset[str] = frozenset()
+    """Parameters that may have a dimension of zero."""
+    inert_keys: tuple[str, ...] = ()
+    """Words in keys of tensors that play no part in inference."""
+    dimensions: Callable[[Tensors], tuple[int, int]]
+    """Return `(in, out)` as one module's tensors tell them; 0 where they don't."""
+    build: Callable[[Checkpoint, Settings], Reading]
+    """Rewrite the checkpoint into sites; faults go to its findings."""
+
+
+def require(checkpoint: Checkpoint, path: str, *wanted: str) -> bool:
+    """Return whether a module has all `wanted` parameters; record the missing ones otherwise."""
+    tensors = checkpoint.modules[path]
+    missing = [name for name in wanted if name not in tensors]
+    for name in missing:
+        checkpoint.findings.error(
+            Code.SC305,
+            where=path,
+            found=f"no `{name}`; only {', '.join(f'`{ref.key}`' for ref in tensors.values())}",
+            expected=f"{', '.join(f'`{name}`' for name in wanted)} for every adapted module",
+            next="save the adapter again; PEFT would load this one with initial values in the gap",
+        )
+    return not missing

@@ -1,0 +1,211 @@
+"""LoRA, rsLoRA and DoRA (`peft_type` LORA).
+
+F = xW + b0 + c (x A) B, c = alpha / r or alpha / sqrt(r) (arXiv:2106.09685, arXiv:2312.03732; PEFT
+`tuners/lora/layer.py`). DoRA scales the weight path: s = m / colnorm(W + c A B), e = s (arXiv:2402.09353; PEFT
+`tuners/lora/dora.py`), with the bias outside.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import cast
+
+from scute_compile.codes import Code
+from scute_compile.expressions import Add, ColumnNorm, Divide, Expression, Fill, Ref, Reshape, Scale, Transpose
+from scute_compile.ir import Factor, Site, Term
+from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
+from scute_compile.passes.parse.keys import Parameter
+from scute_compile.passes.parse.patterns import matching
+from scute_compile.passes.parse.settings import Rule, Settings
+
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+class LoraSettings(Settings):
+    """The fields of a LoRA configuration that change what it computes."""
+
+    r: int | None = None
+    lora_alpha: float | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    init_lora_weights: bool | str = True
+
+
+RULES = (
+    Rule(name="alora_invocation_tokens", code=Code.SC204, why="the adapter applies to the tokens after a trigger only"),
+    Rule(name="arrow_config", code=Code.SC204, why="routes every token through several adapters"),
+    Rule(name="use_bdlora", code=Code.SC204, why="its factors are block-diagonal"),
+    Rule(name="kasa_config", code=Code.SC206, why="truncates the base weights when it loads"),
+    Rule(name="layer_replication", code=Code.SC204, why="builds a model with repeated layers"),
+    Rule(name="megatron_config", code=Code.SC204, why="each process may have saved a shard of its own"),
+    Rule(name="enable_lora", code=Code.SC204, why="the merged projections of PEFT 0.2 and older have grouped factors"),
+)
+
+INERT = frozenset({
+    "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
+    "monteclora_config", "use_qalora", "qalora_group_size", "megatron_core", "ensure_weight_tying", "merge_weights",
+})  # fmt: skip
+
+
+def dimensions(tensors: Tensors) -> tuple[int, int]:
+    """Return `(in, out)` from A's width and B's height."""
+    a, b, m = tensors.get("lora_A"), tensors.get("lora_B"), tensors.get("magnitude")
+    out = b.shape[0] if b and len(b.shape) == 2 else m.shape[-1] if m else 0
+    return (a.shape[1] if a and len(a.shape) == 2 else 0), out
+
+
+def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
+    """Rewrite LoRA and DoRA modules into sites."""
+    lora = cast("LoraSettings", settings)
+    _check_settings(checkpoint, lora)
+    _check_patterns(checkpoint, lora)
+    sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, lora)) is not None]
+    ranks = sorted({site.terms[0].rank for site in sites})
+    listed = (("ranks", " ".join(map(str, ranks))), ("alpha", f"{lora.lora_alpha:g}")) if lora.lora_alpha else ()
+    scaling = (("scaling", "alpha / sqrt(r)" if lora.use_rslora else "alpha / r"),)
+    return Reading(method="dora" if lora.use_dora else "lora", sites=tuple(sites), settings=(*listed, *scaling))
+
+
+def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
+    init = lora.init_lora_weights
+    if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
+        checkpoint.findings.error(
+            Code.SC206,
+            where="init_lora_weights",
+            found=f"init_lora_weights = {init!r}: training started from a changed base",
+            expected="an initialisation that leaves the base as it is",
+            next="save it again with save_pretrained(..., path_initial_model_for_weight_conversion=...), which "
+            "turns it into plain LoRA on the original base",
+        )
+    elif init == "lora_ga":
+        checkpoint.findings.note(
+            Code.SC206, where="init_lora_weights", found="init_lora_weights = 'lora_ga'",
+            expected="the base that training started from, which lora_ga shifts unless it was converted",
+            next="served as plain LoRA on the given base, as PEFT loads it",
+        )  # fmt: skip
+    if lora.use_dora and lora.lora_bias:
+        checkpoint.findings.error(
+            Code.SC204, where="lora_bias", found="lora_bias with use_dora", expected="one of the two",
+            next="PEFT refuses the pair as well; correct the configuration",
+        )  # fmt: skip
+    if lora.lora_alpha is None or not math.isfinite(lora.lora_alpha):
+        checkpoint.findings.error(
+            Code.SC207, where="lora_alpha", found=f"lora_alpha = {lora.lora_alpha}", expected="a finite number",
+            next="restore lora_alpha from the training run",
+        )  # fmt: skip
+    elif lora.lora_alpha == 0 and not lora.alpha_pattern and not _untrained(checkpoint):
+        checkpoint.findings.error(
+            Code.SC207,
+            where="lora_alpha",
+            found="lora_alpha = 0 on a trained adapter: its scale is lost",
+            expected="the alpha of the training run",
+            next="restore lora_alpha from the training run; some exporters write 0",
+        )
+
+
+def _untrained(checkpoint: Checkpoint) -> bool:
+    return all(checkpoint.facts[t["lora_B"].key].zero for t in checkpoint.modules.values() if "lora_B" in t)
+
+
+def _check_patterns(checkpoint: Checkpoint, lora: LoraSettings) -> None:
+    for field, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not any(matching({pattern: 0}, checkpoint.trained_name(path), where=field) for path in checkpoint.modules):
+                checkpoint.findings.note(
+                    Code.SC208,
+                    where=field,
+                    found=f"`{pattern}` matches no module and changes nothing",
+                    expected="a pattern that matches the end of a module path",
+                    next="PEFT ignores it as well; if it was meant to apply, the training run ignored it too",
+                )
+
+
+def scaling(alpha: float, rank: int, *, rslora: bool) -> float:
+    """Return c.
+
+    >>> scaling(16, 4, rslora=False), scaling(16, 4, rslora=True)
+    (4.0, 8.0)
+    """
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+def _site(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> Site | None:
+    tensors = checkpoint.modules[path]
+    if "magnitude" in tensors and not lora.use_dora:
+        checkpoint.findings.error(
+            Code.SC310, where=path, found=f"`{tensors['magnitude'].key}` with use_dora = false",
+            expected="magnitude tensors and use_dora to agree",
+            next="set use_dora to true if it was trained so; PEFT would drop the magnitudes in silence",
+        )  # fmt: skip
+        return None
+    wanted = ("lora_A", "lora_B") + (("magnitude",) if lora.use_dora else ())
+    if not require(checkpoint, path, *wanted) or not _matching_ranks(checkpoint, path, lora):
+        return None
+    a, b = tensors["lora_A"], Transpose(tensors["lora_B"])
+    patterns = matching(lora.alpha_pattern, checkpoint.trained_name(path), where="alpha_pattern")
+    alpha = patterns[0][1] if patterns else lora.lora_alpha
+    c = scaling(alpha or 0.0, a.shape[0], rslora=lora.use_rslora)
+    site = Site(linear=checkpoint.linear(path), terms=(Term(a=Factor(value=a), b=Factor(value=b), c=c),))
+    if lora.use_dora:
+        site = _with_magnitude(site, tensors["magnitude"], c)
+    if "lora_B.bias" in tensors:
+        site = replace(site, beta=_with_lora_bias(site, tensors["lora_B.bias"], c))
+    return site
+
+
+def _matching_ranks(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> bool:
+    a, b = (checkpoint.modules[path][name] for name in ("lora_A", "lora_B"))
+    rank = a.shape[0]
+    if b.shape[1] != rank:
+        checkpoint.findings.error(
+            Code.SC307, where=path, found=f"A {a.shape} of rank {rank}, B {b.shape} of rank {b.shape[1]}",
+            expected="equal ranks", next="save the adapter again",
+        )  # fmt: skip
+        return False
+    patterns = matching(lora.rank_pattern, checkpoint.trained_name(path), where="rank_pattern")
+    said = [value for _, value in patterns] or ([lora.r] if lora.r is not None else [])
+    if said and rank not in said:
+        checkpoint.findings.error(
+            Code.SC310,
+            where=path,
+            found=f"rank {rank} in the tensors, {said[0]} in the configuration",
+            expected="rank_pattern or r to give the tensors' rank, since the scale follows from it",
+            next="restore the configuration of the training run",
+        )
+        return False
+    return True
+
+
+def _with_magnitude(site: Site, m: Ref, c: float) -> Site:
+    term, linear = site.terms[0], site.linear
+    norm = ColumnNorm(linear.weight, linear.transposed, term.a.value, term.b.value, c)
+    magnitude: Expression = m if len(m.shape) == 1 else Reshape(m, (linear.out_features,))
+    s = Divide(magnitude, norm)
+    return replace(site, s=s, terms=(replace(term, e=s),))
+
+
+def _with_lora_bias(site: Site, bias: Ref, c: float) -> Expression:
+    own: Expression = site.linear.bias or Fill(0.0, (site.linear.out_features,))
+    return Add(own, Scale(bias, c))
+
+
+LORA = FrontEnd(
+    peft_type="LORA",
+    parameters=(
+        Parameter(slot="lora_A", spellings=("lora_A.weight",)),
+        Parameter(slot="lora_B", spellings=("lora_B.weight",)),
+        Parameter(slot="lora_B.bias", spellings=("lora_B.bias",)),
+        Parameter(slot="magnitude", spellings=("lora_magnitude_vector", "lora_magnitude_vector.weight")),
+    ),
+    settings=LoraSettings,
+    inert=INERT,
+    rules=RULES,
+    inert_keys=("lora_velora_embed", "lora_monteclora_sampler"),
+    dimensions=dimensions,
+    build=build,
+)

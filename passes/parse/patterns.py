@@ -1,0 +1,75 @@
+"""Matching module paths the way PEFT does (`tuners/tuners_utils.py`, `utils/other.py`), within a time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import regex
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+
+SECONDS = 0.5
+"""Longest time one pattern may take on one module path; ordinary patterns take microseconds."""
+
+Value = TypeVar("Value")
+
+
+NESTED_REPEAT = regex.compile(r"\((?:[^()\\]|\\.)*[*+](?:[^()\\]|\\.)*\)(?:[*+]|\{\d*,\d*\})")
+"""A repeat inside a repeated group: the shape that backtracks without end in the engine that PEFT uses."""
+
+
+def full_match(pattern: str, path: str, *, where: str) -> bool:
+    """Return whether `pattern` matches all of `path`; `where` names the configuration field for messages."""
+    if NESTED_REPEAT.search(pattern):
+        fail(
+            Code.SC209,
+            where=where,
+            found=f"`{pattern}` repeats a group that repeats: it may match no module and take no end of time to say so",
+            expected="a pattern that ends on every module path",
+            next="replace the pattern by a list of module names",
+        )
+    try:
+        return regex.fullmatch(pattern, path, timeout=SECONDS) is not None
+    except TimeoutError:
+        fail(
+            Code.SC209,
+            where=where,
+            found=f"`{pattern}` took more than {SECONDS} s on `{path}`",
+            expected="a pattern that ends on every module path",
+            next="replace the pattern by a list of module names",
+        )
+    except regex.error as error:
+        fail(
+            Code.SC205,
+            where=where,
+            found=f"`{pattern}`: {error}",
+            expected="a regular expression",
+            next="correct the pattern in adapter_config.json",
+        )
+
+
+def matching(patterns: Mapping[str, Value], path: str, *, where: str) -> tuple[tuple[str, Value], ...]:
+    """Return the entries whose key matches the end of `path` at a dot, in file order; PEFT takes the first."""
+    return tuple(
+        (key, value) for key, value in patterns.items() if full_match(rf"(.*\.)?({key})", path, where=where)
+    )
+
+
+def ends_with(path: str, name: str) -> bool:
+    """Return whether `name` is `path`, or its end after a dot.
+
+    >>> ends_with("layers.0.q_proj", "q_proj"), ends_with("layers.0.q_proj", "proj")
+    (True, False)
+    """
+    return path == name or path.endswith(f".{name}")
+
+
+def layer_number(path: str, layers_pattern: Sequence[str]) -> int | None:
+    """Return the layer that `path` lies in: its first numbered segment, or the one after a named segment."""
+    for pattern in layers_pattern or (r"[^.]*",):
+        found = regex.match(rf".*?\.{pattern}\.(\d+)\.", path, timeout=SECONDS)
+        if found:
+            return int(found.group(1))
+    return None

@@ -1,0 +1,150 @@
+"""Keys that no parameter of the method explains: trained biases, copies of base weights, and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import regex
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import Findings
+from scute_compile.expressions import Add, Ref, Scale
+from scute_compile.ir import Site
+from scute_compile.model import ModelStructure
+
+FOREIGN = regex.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|down)\.")
+HEADS = ("lm_head", "embed_out", "output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What is needed to judge a left-over key."""
+
+    config: Mapping[str, object]
+    structure: ModelStructure
+    adapted: frozenset[str]
+    """Base module paths that the method adapts."""
+    to_base: Callable[[str], str]
+    """Translates a raw path of the checkpoint into the base's."""
+    same_values: Callable[[Ref, Ref], bool | None]
+    """Whether an adapter tensor equals a base tensor; None where the base's bytes are absent."""
+    inert_keys: tuple[str, ...]
+    findings: Findings
+
+
+def claim_rest(refs: Mapping[str, Ref], rest: Rest) -> Mapping[str, Ref]:
+    """Judge every left-over key.
+
+    Returns:
+        The trained biases, by base module path.
+    """
+    biases: dict[str, Ref] = {}
+    for key, ref in refs.items():
+        if any(word in key for word in rest.inert_keys):
+            rest.findings.note(Code.SC321, where=key, found=f"`{key}` {ref.shape}")
+        elif key.endswith(".bias"):
+            _claim_bias(ref, rest, biases)
+        elif not _is_known_fault(key, rest):
+            _claim_copy(ref, rest)
+    return biases
+
+
+def with_biases(sites: tuple[Site, ...], biases: Mapping[str, Ref], structure: ModelStructure) -> tuple[Site, ...]:
+    """Put trained biases in place of the base's: `b = saved`."""
+    by_name = {site.name: site for site in sites}
+    for path, bias in biases.items():
+        site = by_name.get(path) or Site(linear=structure.linears[path])
+        extra = site.beta.y if isinstance(site.beta, Add) and isinstance(site.beta.y, Scale) else None
+        by_name[path] = replace(site, beta=Add(bias, extra) if extra is not None else bias)
+    return tuple(by_name[path] for path in structure.linears if path in by_name)
+
+
+def _claim_bias(ref: Ref, rest: Rest, biases: dict[str, Ref]) -> None:
+    old_spelling = not ref.key.endswith(".base_layer.bias")
+    path = rest.to_base(ref.key.removesuffix(".bias").removesuffix(".base_layer"))
+    base_bias = rest.structure.tensors.get(f"{path}.bias")
+    linear = rest.structure.linears.get(path)
+    if rest.config.get("bias", "none") == "none" or linear is None:
+        _claim_copy(ref, rest)
+        return
+    if base_bias is None or base_bias.shape != ref.shape:
+        rest.findings.error(
+            Code.SC307, where=path, found=f"`{ref.key}` {ref.shape}",
+            expected=f"a bias of shape {base_bias.shape}" if base_bias else "no bias: the base's layer has none",
+            next="check that the base is the one the adapter was trained on",
+        )  # fmt: skip
+        return
+    if old_spelling and path in rest.adapted:
+        rest.findings.note(
+            Code.SC318, where=path, found=f"`{ref.key}`, the spelling of PEFT 0.6 and older: read as the trained bias",
+            expected="`.base_layer.bias`", next="today's PEFT ignores this key without a word",
+        )  # fmt: skip
+    if path in biases:
+        rest.findings.error(
+            Code.SC306, where=path, found=f"`{biases[path].key}` and `{ref.key}`", expected="one trained bias",
+            next="remove the one that is not meant",
+        )  # fmt: skip
+    biases[path] = ref
+
+
+def _is_known_fault(key: str, rest: Rest) -> bool:
+    if FOREIGN.search(key):
+        rest.findings.error(
+            Code.SC311, where=key, found=f"`{key}`", expected="`.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank)",
+            next="convert the adapter to PEFT's layout with the framework that wrote it",
+        )  # fmt: skip
+        return True
+    if "trainable_tokens" in key or "token_adapter" in key:
+        rest.findings.error(
+            Code.SC211, where=key, found="trainable tokens: rows that replace the embedding's",
+            expected="tensors of linear layers", next="train without trainable tokens",
+        )  # fmt: skip
+        return True
+    if "lora_embedding_" in key:
+        rest.findings.error(
+            Code.SC317, where=key, found="low-rank factors of an embedding", expected="tensors of linear layers",
+            next="train without the embedding among the targets",
+        )  # fmt: skip
+        return True
+    return False
+
+
+def base_key(path: str, parameter: str, structure: ModelStructure) -> str | None:
+    """Return the base's key for a copy; a tied head's weight is the input embedding's."""
+    if f"{path}.{parameter}" in structure.tensors:
+        return f"{path}.{parameter}"
+    if path.split(".")[-1] in HEADS:
+        tied = [key for key in structure.tensors if key.removesuffix(".weight") in structure.embeddings]
+        return tied[0] if len(tied) == 1 else None
+    return None
+
+
+def _claim_copy(ref: Ref, rest: Rest) -> None:
+    path, _, parameter = ref.key.rpartition(".")
+    key = base_key(rest.to_base(path.removesuffix(".base_layer")), parameter, rest.structure)
+    if key is None or rest.structure.tensors[key].shape != ref.shape:
+        rest.findings.error(
+            Code.SC301, where=ref.key, found=f"`{ref.key}` {ref.shape} belongs to no slot of the method",
+            expected="every tensor to be claimed", next="remove the tensor if it is a leftover of training",
+        )  # fmt: skip
+        return
+    same = rest.same_values(ref, rest.structure.tensors[key])
+    if same:
+        rest.findings.note(Code.SC313, where=ref.key, found=f"identical to the base's `{key}`; dropped")
+    elif same is None:
+        rest.findings.error(
+            Code.SC403, where=ref.key, found=f"a copy of `{key}`, which can't be compared without the base's weights",
+            expected="a base folder with weights", next="pass --base with the weights, or remove the copy",
+        )  # fmt: skip
+    elif rest.config.get("modules_to_save"):
+        pass  # named already, with the field
+    else:
+        saved = rest.config.get("modules_to_save")
+        rest.findings.error(
+            Code.SC312,
+            where=ref.key,
+            found=f"a dense weight {ref.shape} that differs from the base's `{key}`; modules_to_save says {saved}",
+            expected="tensors of the method alone, or an identical copy",
+            next="a trained head, embedding, norm or bias can't be served beside other tenants; train without it",
+        )

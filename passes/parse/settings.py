@@ -1,0 +1,135 @@
+"""Reading `adapter_config.json`: every field is known, unset, or refused by name.
+
+A method declares the fields that it reads as a pydantic model, the ones that never change what an adapter computes
+(`INERT`), and the ones that may only hold harmless values (`Rule`). Anything else that is set may change the maths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import Findings
+
+INERT = frozenset({
+    "peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config", "fan_in_fan_out",
+})  # fmt: skip
+"""Fields of every method that say where, when or by whom, or that are held against the tensors elsewhere."""
+
+
+class Settings(BaseModel):
+    """The fields that a front end reads. Unknown ones are looked at by `read_settings`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A field that may only hold values that leave the adapter inside the normal form."""
+
+    name: str
+    code: Code
+    why: str
+    """What the field does when it is set."""
+    next: str = "train or convert the adapter without it"
+    allowed: tuple[object, ...] = ()
+    """Harmless values besides unset ones."""
+
+
+REPLACED = (
+    Rule(
+        name="modules_to_save",
+        code=Code.SC211,
+        why="replaces whole modules of the base; a dense module per tenant does not fit the formula",
+        next="train without modules_to_save, or serve this adapter as a model of its own",
+    ),
+    Rule(
+        name="trainable_token_indices",
+        code=Code.SC211,
+        why="trainable tokens replace rows of the embedding",
+        next="train without trainable tokens, or serve this adapter as a model of its own",
+    ),
+    Rule(
+        name="target_parameters",
+        code=Code.SC212,
+        why="adapts stacked parameters (experts) that are no linear layer",
+        next="train with target_modules on linear layers only",
+    ),
+)
+
+Fields = TypeVar("Fields", bound=Settings)
+
+
+def is_unset(value: object) -> bool:
+    """Return whether a field's value is what an unused feature looks like: null, false, or an empty container."""
+    return value is None or value is False or value in ({}, [], "")
+
+
+def read_settings(
+    config: Mapping[str, object],
+    model: type[Fields],
+    *,
+    inert: frozenset[str],
+    rules: tuple[Rule, ...],
+    findings: Findings,
+) -> Fields | None:
+    """Validate the fields that `model` declares and refuse every other one that may change the maths.
+
+    Returns:
+        The fields, or None when one is malformed (recorded in `findings`).
+    """
+    by_name = {rule.name: rule for rule in (*REPLACED, *rules)}
+    for name, value in config.items():
+        if name in model.model_fields or name in INERT or name in inert or is_unset(value):
+            continue
+        rule = by_name.get(name)
+        if rule is None:
+            findings.error(
+                Code.SC203,
+                where=name,
+                found=f"{name} = {_short(value)}",
+                expected="fields that this version knows, or unset ones",
+                next="update Scute if a newer one knows the field, or save the adapter without it",
+            )
+        elif value not in rule.allowed:
+            findings.error(
+                rule.code, where=name, found=f"{name} = {_short(value)}: {rule.why}", expected="the field unset",
+                next=rule.next,
+            )  # fmt: skip
+    try:
+        return model.model_validate({k: v for k, v in config.items() if v is not None or k not in model.model_fields})
+    except ValidationError as error:
+        for fault in error.errors():
+            findings.error(
+                Code.SC205,
+                where=".".join(str(step) for step in fault["loc"]),
+                found=_short(fault["input"]),
+                expected=fault["msg"].lower(),
+                next="correct the field in adapter_config.json",
+            )
+        return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def written_before(config: Mapping[str, object], version: tuple[int, int]) -> bool:
+    """Return whether the PEFT that saved the configuration is older than `version`.
+
+    The field `peft_version` exists since 0.18; without it the file is older than that.
+    """
+    text = config.get("peft_version")
+    if not isinstance(text, str):
+        return (0, 17) < version
+    parts = text.split(".")
+    try:
+        return (int(parts[0]), int(parts[1])) < version
+    except (ValueError, IndexError):
+        return False

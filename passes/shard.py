@@ -1,0 +1,59 @@
+"""The shard pass: which rows and columns of a site each rank holds, and what can't be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from scute_compile.codes import Code
+from scute_compile.cuts import cut, obstacle
+from scute_compile.diagnostics import Findings
+from scute_compile.ir import Cut, Program, RotationKind, Site, Stage
+from scute_compile.model import Split
+
+
+def shard(program: Program) -> Program:
+    """Give every site its cut. Obstacles must have been looked for first."""
+    tp = program.target.tp
+    return replace(
+        program, sites=tuple(replace(site, cut=cut(site.linear, tp)) for site in program.sites), stage=Stage.SHARDED
+    )
+
+
+def find_obstacles(sites: Iterable[Site], tp: int, findings: Findings) -> None:
+    """Record every site that doesn't divide over `tp` ranks, one finding per kind of layer."""
+    seen = set()
+    for site in sites:
+        found = obstacle(site.linear, tp)
+        if found is not None:
+            kind = (found.code, found.found, found.expected)
+            if kind not in seen:
+                seen.add(kind)
+                findings.diagnostics.append(found)
+            continue
+        _check_rotation(site, cut(site.linear, tp), findings)
+
+
+def _check_rotation(site: Site, ranks: Cut, findings: Findings) -> None:
+    rotation = site.rotation
+    if rotation is None or rotation.kind is not RotationKind.BLOCKS or site.linear.split is not Split.ROW:
+        return
+    edges = {edge for ranges in ranks.inputs for piece in ranges for edge in piece}
+    across = sorted(edge for edge in edges if edge % rotation.block)
+    if across:
+        tp, width = len(ranks.inputs), site.linear.in_features
+        works = [n for n in range(1, tp) if obstacle(site.linear, n) is None and _fits(site, n)]
+        findings.error(
+            Code.SC502,
+            where=site.name,
+            found=f"blocks of {rotation.block} inputs; tp = {tp} cuts the {width} inputs at {across[0]}",
+            expected=f"every cut at a multiple of {rotation.block}",
+            next=f"compile with --tp {' or '.join(map(str, works))}, or train with a block size that divides {width // tp}",
+        )
+
+
+def _fits(site: Site, tp: int) -> bool:
+    if site.rotation is None:
+        return True
+    ranks = cut(site.linear, tp)
+    return all(edge % site.rotation.block == 0 for ranges in ranks.inputs for piece in ranges for edge in piece)

@@ -1,0 +1,156 @@
+"""The operations of the runtime as plain PyTorch: what they mean, for every device and dtype.
+
+A kernel of the same name is tested against the function here. All of them compute in float32, or wider where the input
+is wider; `apply_site` alone rounds, once, at the end.
+
+Shape suffixes: T tokens (any number of leading dimensions), K inputs, N outputs, R rank, G blocks, S block width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from scute_compile.ir import RotationKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TermSlots:
+    """Tensors of one low-rank term; None is the identity."""
+
+    a: torch.Tensor
+    """`(R, K)`."""
+    b: torch.Tensor
+    """`(R, N)`."""
+    d: torch.Tensor | None = None
+    """`(R,)`."""
+    e: torch.Tensor | None = None
+    """`(N,)`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SiteSlots:
+    """Tensors of one site, or of one rank's part of it; None is the identity."""
+
+    rotation: RotationKind | None = None
+    delta: torch.Tensor | None = None
+    """`R - I`: `(G, S, S)`, `(1, S, S)` for one block that repeats, or `(K,)` for a diagonal."""
+    ds: torch.Tensor | None = None
+    """`s - 1`: `(N,)`."""
+    b: torch.Tensor | None = None
+    """`(N,)`: the shift on top of a `y` that holds the base's own bias."""
+    terms: tuple[TermSlots, ...] = ()
+
+
+def wide(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype to compute in: float32, or float64 when an operand has it.
+
+    >>> wide(torch.zeros(1, dtype=torch.bfloat16))
+    torch.float32
+    """
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def rotate(x_TK: torch.Tensor, dR: torch.Tensor, kind: RotationKind) -> torch.Tensor:
+    """Return the delta rows `x (R - I)`.
+
+    **Semantics**: with `R - I` block-diagonal, `out[:, gS:(g+1)S] = x[:, gS:(g+1)S] @ dR[g]` for each block g, where
+    one stored block serves all; with a diagonal, `out = x * dR`.
+
+    Args:
+        x_TK: Inputs `(..., K)`.
+        dR: `(G, S, S)` with `G S = K`, `(1, S, S)`, or `(K,)`.
+        kind: Which of these forms `dR` has.
+
+    Returns:
+        `(..., K)`, in the wide dtype: rounding it to half precision would lose small rotations.
+    """
+    dtype = wide(x_TK, dR)
+    x, delta = x_TK.to(dtype), dR.to(dtype)
+    if kind is RotationKind.DIAGONAL:
+        return x * delta
+    size = delta.shape[-1]
+    x_TGS = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    return (x_TGS.unsqueeze(-2) @ delta).reshape(x.shape)
+
+
+def shrink(x_TK: torch.Tensor, a_RK: torch.Tensor, d_R: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the low-rank activations of one term.
+
+    **Semantics**: `out = (x @ a.T) * d`.
+
+    Args:
+        x_TK: Inputs `(..., K)`, never rotated.
+        a_RK: The factor A, rank-major.
+        d_R: Slot d; None is one.
+
+    Returns:
+        `(..., R)`, in the wide dtype.
+    """
+    dtype = wide(x_TK, a_RK)
+    h_TR = x_TK.to(dtype) @ a_RK.to(dtype).T
+    return h_TR if d_R is None else h_TR * d_R.to(dtype)
+
+
+def expand(h_TR: torch.Tensor, b_RN: torch.Tensor, e_N: torch.Tensor | None = None) -> torch.Tensor:
+    """Return what one term adds to the output.
+
+    **Semantics**: `out = (h @ b) * e`.
+
+    Args:
+        h_TR: What `shrink` returned.
+        b_RN: The factor B, rank-major.
+        e_N: Slot e; None is one.
+
+    Returns:
+        `(..., N)`, in the wide dtype.
+    """
+    dtype = wide(h_TR, b_RN)
+    out_TN = h_TR.to(dtype) @ b_RN.to(dtype)
+    return out_TN if e_N is None else out_TN * e_N.to(dtype)
+
+
+def apply_site(
+    y_TN: torch.Tensor,
+    x_TK: torch.Tensor,
+    delta_y_TN: torch.Tensor | None,
+    slots: SiteSlots,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the output of an adapted layer.
+
+    **Semantics**: `z = y + delta_y; out = z + z * ds + b + sum_k expand(shrink(x, a_k, d_k), b_k, e_k)`, rounded once.
+
+    Args:
+        y_TN: The base layer's output for `x`, with its own bias.
+        x_TK: The layer's input, not rotated.
+        delta_y_TN: `rotate(x, dR) @ W`, without bias; None where the site has no R.
+        slots: The site's tensors.
+        out_dtype: Dtype of the result; None is that of `x`. Partial sums of ranks stay wide until they are added.
+
+    Returns:
+        `(..., N)` in `out_dtype`.
+    """
+    dtype = wide(y_TN, x_TK)
+    z = y_TN.to(dtype) if delta_y_TN is None else y_TN.to(dtype) + delta_y_TN.to(dtype)
+    out = z if slots.ds is None else z + z * slots.ds.to(dtype)
+    if slots.b is not None:
+        out = out + slots.b.to(dtype)
+    out = add_terms(out, x_TK, slots.terms)
+    return out.to(x_TK.dtype if out_dtype is None else out_dtype)
+
+
+def add_terms(y_TN: torch.Tensor, x_TK: torch.Tensor, terms: Iterable[TermSlots]) -> torch.Tensor:
+    """Return `y` plus all low-rank terms of `x`.
+
+    **Semantics**: `out = y + sum_k expand(shrink(x, a_k, d_k), b_k, e_k)`, added in the order of the terms.
+    """
+    for term in terms:
+        y_TN = y_TN + expand(shrink(x_TK, term.a, term.d), term.b, term.e)
+    return y_TN

@@ -1,0 +1,61 @@
+"""Tensor parallelism, simulated: every rank multiplies its own shard of the base with its own file's slots.
+
+The ranks' files are never joined. Column-parallel: each rank's outputs are put at their place. Row-parallel: partial
+sums stay wide, are added, and only one rank adds the base's bias and the shift. With one rank it is the plain layer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from scute_compile.model import Split
+from scute_compile.runtime_min.reference import apply_site, rotate, wide
+from scute_compile.runtime_min.site_slots import LoadedSite, RankSite, take
+
+
+def run_site(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, site: LoadedSite
+) -> torch.Tensor:
+    """Return an adapted layer's output as its ranks compute it together.
+
+    Args:
+        x_TK: The layer's input `(..., in)`.
+        weight_NK: The base's whole weight `(out, in)`; each rank takes its shard.
+        bias_N: The base's bias, or None.
+        site: The layer's slots on all ranks.
+
+    Returns:
+        `(..., out)` in the dtype of `x`, rounded once.
+    """
+    if site.record.split is Split.ROW:
+        partial = [_run_rank(x_TK, weight_NK, bias_N, rank) for rank in site.ranks]
+        total = partial[0]
+        for one in partial[1:]:
+            total = total + one
+        return total.to(x_TK.dtype)
+    if site.record.split is Split.COLUMN:
+        out_TN = x_TK.new_empty((*x_TK.shape[:-1], site.record.out_features))
+        for rank in reversed(site.ranks):  # where ranks hold copies, the first one's stay
+            part = _run_rank(x_TK, weight_NK, bias_N, rank).to(x_TK.dtype)
+            position = 0
+            for start, stop in rank.outputs:
+                out_TN[..., start:stop] = part[..., position : position + stop - start]
+                position += stop - start
+        return out_TN
+    whole = next(rank for rank in site.ranks if rank.adds_bias)
+    return _run_rank(x_TK, weight_NK, bias_N, whole).to(x_TK.dtype)
+
+
+def _run_rank(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, rank: RankSite) -> torch.Tensor:
+    """Return what one rank computes, in the wide dtype."""
+    dtype = wide(x_TK, weight_NK)
+    x = take(x_TK, -1, rank.inputs).to(dtype)
+    weight = take(take(weight_NK, 0, rank.outputs), 1, rank.inputs).to(dtype)
+    y = x @ weight.T
+    if bias_N is not None and rank.adds_bias:
+        y = y + take(bias_N, 0, rank.outputs).to(dtype)
+    slots = rank.slots
+    delta_y = None
+    if slots.rotation is not None and slots.delta is not None:
+        delta_y = rotate(x, slots.delta, slots.rotation) @ weight.T
+    return apply_site(y, x, delta_y, slots, out_dtype=dtype)

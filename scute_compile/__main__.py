@@ -1,0 +1,8 @@
+"""`python -m scute_compile` is `scute`."""
+
+import sys
+
+from scute_compile.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

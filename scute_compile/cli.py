@@ -1,0 +1,258 @@
+"""The command line. Help answers at once: whatever a command needs is imported by that command.
+
+Exit status: 0 servable or done, notes allowed; 1 ran, but an adapter is refused or differs; 2 usage error or no such
+base.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+import typer
+
+from scute_compile import __version__
+from scute_compile.codes import Code
+from scute_compile.diagnostics import Diagnostic, ScuteError, printable
+from scute_compile.target import DType, Target, Workload
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NO_BASE = frozenset({Code.SC401, Code.SC404, Code.SC406, Code.SC703})
+"""Codes that end a command with status 2."""
+
+app = typer.Typer(
+    name="scute",
+    help="Compile PEFT adapters into exact, packed artifacts for batched serving.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+AdapterPaths = Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="PEFT folders or Hub ids.")]
+Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="PEFT folders, Hub ids or artifacts.")]
+OnePath = Annotated[str, typer.Argument(metavar="PATH", help="A PEFT folder, a Hub id or an artifact.")]
+Base = Annotated[
+    str | None, typer.Option("--base", help="The base model: a folder or a Hub id. Default: the adapter's own.")
+]
+Ranks = Annotated[int, typer.Option("--tp", min=1, max=1024, help="Tensor-parallel ranks.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Tenants = Annotated[int, typer.Option(min=1, help="Distinct adapters in a decode step, for routes.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Rows in a decode step, for routes.")]
+
+
+def _consoles() -> tuple[Console, Console]:
+    from rich.console import Console
+
+    return Console(file=sys.stdout), Console(file=sys.stderr)
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+def _version(*, wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"scute {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=lambda wanted: _version(wanted=wanted), is_eager=True)
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command("compile")
+def compile_command(
+    adapters: AdapterPaths,
+    *,
+    base: Base = None,
+    tp: Ranks = 1,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The store that artifacts go to.")] = Path("scute-store"),
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    name: Annotated[str, typer.Option(help="The artifact's name. Default: the adapter folder's.")] = "",
+    tenants: Tenants = 16,
+    tokens: Tokens = 16,
+    as_json: Json = False,
+) -> None:
+    """Compile adapters into a store; several in one call read the base once."""
+    from scute_compile.commands import compile_adapters
+    from scute_compile.outcomes import envelope, render
+
+    target = Target(tp=tp, dtype=_dtype(dtype), workload=Workload(tenants=tenants, tokens=tokens))
+    outcomes = compile_adapters(adapters, base, target, out, name=name, quiet=as_json)
+    if as_json:
+        _print_json(envelope("compile", store=str(out), adapters=[item.to_json() for item in outcomes]))
+    else:
+        render(outcomes, *_consoles())
+    raise typer.Exit(int(any(item.outcome == "refused" for item in outcomes)))
+
+
+@app.command()
+def check(paths: Paths, *, base: Base = None, tp: Ranks = 1, as_json: Json = False) -> None:
+    """Say whether adapters would compile and be exact; reads no base weights."""
+    from scute_compile.commands import check_paths
+    from scute_compile.outcomes import envelope, render
+
+    outcomes = check_paths(paths, base, Target(tp=tp))
+    if as_json:
+        _print_json(envelope("check", adapters=[item.to_json() for item in outcomes]))
+    else:
+        render(outcomes, *_consoles())
+    raise typer.Exit(int(any(item.outcome == "refused" for item in outcomes)))
+
+
+@app.command()
+def inspect(path: OnePath, *, base: Base = None, tp: Ranks = 1, as_json: Json = False) -> None:
+    """Show an adapter's or an artifact's method, sites, ranks, slots, owners and bytes."""
+    from scute_compile.commands import inspect_path
+
+    report = inspect_path(path, base, Target(tp=tp))
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        report.render(_consoles()[0])
+
+
+@app.command("explain-folds")
+def explain_folds(
+    path: OnePath,
+    *,
+    base: Base = None,
+    tp: Ranks = 1,
+    site: Annotated[str | None, typer.Option(metavar="GLOB", help="Only sites whose name matches.")] = None,
+    tenants: Tenants = 16,
+    tokens: Tokens = 16,
+    as_json: Json = False,
+) -> None:
+    """Say what became of every slot: its neighbours and their owners, merged or live, why, and the route."""
+    from scute_compile.commands import explain_path
+
+    report = explain_path(path, base, Target(tp=tp, workload=Workload(tenants=tenants, tokens=tokens)), site)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        report.render(_consoles()[0])
+
+
+@app.command()
+def verify(
+    artifact: Annotated[str, typer.Argument(help="An artifact's folder.")],
+    *,
+    adapter: Annotated[str, typer.Option("--adapter", help="The PEFT folder that it was compiled from.")],
+    base: Base = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to compare on.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Run an artifact and PEFT in float32 on the same tokens and compare log-probabilities."""
+    from scute_compile.commands import verify_artifact
+
+    report = verify_artifact(artifact, adapter, base, tokens)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        report.render(*_consoles())
+    raise typer.Exit(int(not report.passed))
+
+
+@app.command()
+def cost(
+    *,
+    model: Annotated[str, typer.Option(help="A model's name, folder or Hub id.")] = "llama-3.1-8b",
+    tenants: Tenants = 16,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Rows per step. Default: one per tenant.")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    rank: Annotated[int, typer.Option(help="Rank of LoRA, DoRA and AdaLoRA.")] = 16,
+    vera_rank: Annotated[int, typer.Option(help="Rank of VeRA's shared pair.")] = 256,
+    oft_block: Annotated[int, typer.Option(help="OFT's block size.")] = 32,
+    bandwidth: Annotated[float, typer.Option(help="Memory bandwidth in GB/s.")] = 3600.0,
+    launch: Annotated[float, typer.Option(help="Cost of one kernel launch in microseconds.")] = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Predict bytes and milliseconds per decode step for each method and a mixed pool."""
+    from scute_compile.commands import cost_report
+
+    workload = Workload(
+        tenants=tenants, tokens=tokens or tenants, bandwidth=bandwidth * 1e9, launch=launch * 1e-6
+    )
+    report = cost_report(model, workload, _dtype(dtype) or DType.FLOAT16, (rank, vera_rank, oft_block))
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        report.render(_consoles()[0])
+
+
+@app.command()
+def demo(
+    *,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Keep everything there.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a tiny Llama and an adapter of every method, compile them at tp 2, and compare one batch with PEFT."""
+    from scute_compile.commands import run_demo
+
+    report = run_demo(out, quiet=as_json)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        report.render(_consoles()[0])
+    raise typer.Exit(int(not report.passed))
+
+
+def _dtype(text: str) -> DType | None:
+    if text == "auto":
+        return None
+    try:
+        return DType(text)
+    except ValueError:
+        raise ScuteError([_usage("--dtype", text, "auto, float32, bfloat16 or float16")]) from None
+
+
+def _usage(where: str, found: str, expected: str) -> Diagnostic:
+    return Diagnostic(code=Code.SC703, where=where, found=found, expected=expected, next="see --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; no exception leaves."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        result = app(arguments, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        sys.stderr.write("interrupted; nothing unfinished is readable\n")
+        return 1
+    except ScuteError as error:
+        return _report(arguments, error.diagnostics)
+    except BrokenPipeError:
+        return 1
+    except Exception as error:  # noqa: BLE001 - the border: a person must never meet a traceback
+        fault = Diagnostic(
+            code=Code.SC705, where=type(error).__name__, found=printable(error), expected="no fault of Scute's own",
+            next="report it, with the input that leads to it",
+        )  # fmt: skip
+        return _report(arguments, (fault,))
+    return result if isinstance(result, int) else 0
+
+
+def _report(arguments: Sequence[str], diagnostics: Sequence[Diagnostic]) -> int:
+    from scute_compile.outcomes import envelope, lines
+
+    if "--json" in arguments:
+        command = next((word for word in arguments if not word.startswith("-")), "")
+        _print_json(envelope(command, findings=[item.to_json() for item in diagnostics]))
+    for line in lines(diagnostics):
+        sys.stderr.write(line + "\n")
+    return 2 if any(item.code in NO_BASE for item in diagnostics) else 1

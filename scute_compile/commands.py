@@ -1,0 +1,237 @@
+"""What the commands do, apart from reading arguments and printing."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import Diagnostic, Findings, ScuteError, fail
+from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
+from scute_compile.outcomes import Outcome
+from scute_compile.pipeline import OpenBase, Planned, compile_planned, open_model, plan
+from scute_compile.target import DType, Target, Workload
+
+if TYPE_CHECKING:
+    from scute_compile.cost_report import CostReport
+    from scute_compile.demo import DemoReport
+    from scute_compile.explain_report import ExplainReport
+    from scute_compile.inspect_report import InspectReport
+    from scute_compile.verify_report import VerifyReport
+
+Advance = Callable[[str, int, int], None]
+
+
+def compile_adapters(
+    sources: Sequence[str], base: str | None, target: Target, store: Path, *, name: str = "", quiet: bool = False
+) -> tuple[Outcome, ...]:
+    """Plan every adapter, pack those that can be exact, and report on all in the order given."""
+    if name and len(sources) > 1:
+        fail(Code.SC703, where="--name", found=f"--name with {len(sources)} adapters", expected="one adapter",
+             next="leave --name out; each artifact takes its folder's name")  # fmt: skip
+    if name and (name != Path(name).name or name.startswith(".") or name == "factors"):
+        fail(Code.SC703, where="--name", found=name, expected="a plain folder name", next="choose another name")
+    done: dict[int, Outcome] = {}
+    for base_source, positions in _by_base(sources, base, done).items():
+        opened = open_model(base_source, weights=True)
+        planned = {
+            position: plan(sources[position], opened, target, hash_files=True, name=name) for position in positions
+        }
+        planned = _without_clashes(planned)
+        done.update((position, _outcome(item)) for position, item in planned.items() if item.refused)
+        ready = {position: item for position, item in planned.items() if not item.refused}
+        if not ready:
+            continue
+        with _progress(quiet=quiet) as advance:
+            results = compile_planned(tuple(ready.values()), opened, store, advance)
+        for (position, item), result in zip(ready.items(), results, strict=True):
+            outcome = _outcome(item)
+            if isinstance(result, ScuteError):
+                done[position] = replace(outcome, findings=outcome.findings + result.diagnostics)
+            else:
+                done[position] = replace(outcome, artifact=str(result))
+    return tuple(done[position] for position in sorted(done))
+
+
+def _by_base(sources: Sequence[str], base: str | None, done: dict[int, Outcome]) -> Mapping[str, list[int]]:
+    """Group adapters by their base; one that names none is reported as done."""
+    groups: dict[str, list[int]] = {}
+    for position, source in enumerate(sources):
+        try:
+            groups.setdefault(base or _own_base(source), []).append(position)
+        except ScuteError as error:
+            if len(sources) == 1:
+                raise
+            done[position] = Outcome(path=source, name=Path(source).name, findings=error.diagnostics)
+    return groups
+
+
+def _own_base(source: str) -> str:
+    from scute_compile.formats.peft_folder import open_adapter
+
+    said = open_adapter(source).config.get("base_model_name_or_path")
+    if not isinstance(said, str) or not said:
+        fail(Code.SC406, where=source, found=f"base_model_name_or_path = {said!r} and no --base",
+             expected="a base model", next="pass the base with --base")  # fmt: skip
+    return said
+
+
+def _without_clashes(planned: Mapping[int, Planned]) -> dict[int, Planned]:
+    times = Counter(item.name for item in planned.values())
+    return {
+        position: item if times[item.name] == 1 and item.name != "factors" else _clash(item)
+        for position, item in planned.items()
+    }
+
+
+def _clash(item: Planned) -> Planned:
+    findings = Findings(list(item.findings))
+    findings.error(
+        Code.SC607, where=item.source, found=f"the name `{item.name}` more than once in this call, or reserved",
+        expected="one name per adapter", next="rename the folders, or compile them in calls of their own with --name",
+    )  # fmt: skip
+    return replace(item, program=None, findings=tuple(findings))
+
+
+def _outcome(item: Planned) -> Outcome:
+    method = item.program.method if item.program else ""
+    sites = (("sites", len(item.program.sites)),) if item.program else ()
+    return Outcome(path=item.source, name=item.name, method=method, findings=item.findings, details=sites)
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Advance]:
+    """Show bars on a terminal; do nothing in a pipe."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    labels = {"base": "reading base weights", "adapters": "packing adapters"}
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(labels[what], total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield advance
+
+
+def check_paths(sources: Sequence[str], base: str | None, target: Target) -> tuple[Outcome, ...]:
+    """Plan adapters, and open artifacts with every check that a reader makes; nothing is written."""
+    opened: dict[str, OpenBase] = {}
+
+    def model(source: str) -> OpenBase:
+        if source not in opened:
+            opened[source] = open_model(source, weights=False)
+        return opened[source]
+
+    outcomes = []
+    for source in sources:
+        if is_artifact(source):
+            outcomes.append(_check_artifact(source, model(base) if base else None))
+            continue
+        try:
+            outcomes.append(_outcome(plan(source, model(base or _own_base(source)), target)))
+        except ScuteError as error:
+            if base or len(sources) == 1:
+                raise
+            outcomes.append(Outcome(path=source, name=Path(source).name, findings=error.diagnostics))
+    return tuple(outcomes)
+
+
+def _check_artifact(source: str, base: OpenBase | None) -> Outcome:
+    try:
+        artifact = open_artifact(source)
+    except ScuteError as error:
+        return Outcome(path=source, name=Path(source).name, findings=error.diagnostics)
+    findings = other_base(artifact, base) if base else ()
+    manifest = artifact.manifest
+    return Outcome(path=source, name=manifest.name, method=manifest.method.value, findings=findings,
+                   details=(("sites", len(manifest.sites)),))  # fmt: skip
+
+
+def other_base(artifact: Artifact, base: OpenBase) -> tuple[Diagnostic, ...]:
+    """Return what says that an artifact was compiled for another base: its structure, or sampled weights."""
+    from scute_compile.formats.fingerprint import content_hash
+
+    findings = Findings()
+    recorded = artifact.manifest.base
+    hashes = [("structure", recorded.structure, base.structure_hash())]
+    if recorded.content and base.checkpoint.has_weights and base.checkpoint.path is not None:
+        hashes.append(("content", recorded.content, content_hash(base.checkpoint) or recorded.content))
+    for part, wanted, found in hashes:
+        if wanted != found:
+            findings.error(
+                Code.SC608, where=artifact.manifest.name, found=f"{part} hash {found[:12]} of {base.checkpoint.source}",
+                expected=f"{wanted[:12]}, recorded for a {recorded.model_type}",
+                next="pass the base that it was compiled for, or compile the adapter again",
+            )  # fmt: skip
+            break
+    return tuple(findings)
+
+
+def inspect_path(source: str, base: str | None, target: Target) -> InspectReport:
+    """Describe an adapter folder or an artifact."""
+    from scute_compile.inspect_report import inspect_artifact, inspect_program
+
+    if is_artifact(source):
+        return inspect_artifact(open_artifact(source))
+    opened = open_model(base, weights=False) if base else None
+    return inspect_program(_servable(plan(source, opened, target)))
+
+
+def explain_path(source: str, base: str | None, target: Target, site: str | None) -> ExplainReport:
+    """Say what became of every slot of an adapter, or of an artifact by its recorded notes."""
+    from scute_compile.explain_report import explain_artifact, explain_program
+
+    if is_artifact(source):
+        return explain_artifact(open_artifact(source), site)
+    opened = open_model(base or _own_base(source), weights=False)
+    return explain_program(_servable(plan(source, opened, target)), site)
+
+
+def _servable(planned: Planned) -> Planned:
+    if planned.refused:
+        raise ScuteError(planned.findings)
+    return planned
+
+
+def verify_artifact(source: str, adapter: str, base: str | None, tokens: int) -> VerifyReport:
+    """Compare an artifact with PEFT."""
+    from scute_compile.verify_report import verify
+
+    artifact = open_artifact(source)
+    base_source = base or _own_base(adapter)
+    opened = open_model(base_source, weights=True)
+    wrong = other_base(artifact, opened)
+    if wrong:
+        raise ScuteError(wrong)
+    return verify(artifact, adapter, opened, tokens)
+
+
+def cost_report(model: str, workload: Workload, dtype: DType, sizes: tuple[int, int, int]) -> CostReport:
+    """Predict bytes and times for a named model shape, or for a base's own."""
+    from scute_compile.cost import SHAPES, named_shape, shape_of
+    from scute_compile.cost_report import Sizes, cost_table
+
+    known = model in SHAPES or not (Path(model).exists() or "/" in model)
+    shape = named_shape(model) if known else shape_of(open_model(model, weights=False).structure)
+    rank, vera_rank, oft_block = sizes
+    return cost_table(shape, workload=workload, dtype=dtype, sizes=Sizes(rank=rank, vera_rank=vera_rank, oft_block=oft_block))
+
+
+def run_demo(out: Path | None, *, quiet: bool) -> DemoReport:
+    """Run the embedded example."""
+    from scute_compile.demo import demo
+
+    return demo(out, quiet=quiet)

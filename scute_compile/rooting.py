@@ -1,0 +1,132 @@
+"""Re-rooting: matching an adapter's module paths to a base whose modules stand under another prefix.
+
+A wrapper adds a prefix, and a text model inside a multimodal one stands deeper than alone. One change of the prefix is
+accepted when it makes *every* path match and no other change does. Numbers are never touched, nor is the name right
+before the first one: `blocks.0` for `layers.0` is another architecture, and layer 3 never becomes layer 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerooting:
+    """The one change of prefix that makes all paths match; `dropped` and `added` are empty for the identity."""
+
+    mapping: Mapping[str, str]
+    """Every path as given -> its name in the base."""
+    dropped: str
+    """The prefix taken off, without its last dot."""
+    added: str
+    """The prefix put on, without its last dot."""
+
+    @property
+    def identity(self) -> bool:
+        """Whether the paths matched as they are."""
+        return not (self.dropped or self.added)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unrooted:
+    """Why there is no re-rooting."""
+
+    candidates: tuple[tuple[str, str], ...] = ()
+    """Each `(dropped, added)` that matches all paths, when there are several."""
+
+    @property
+    def ambiguous(self) -> bool:
+        """Whether several changes match, and not none."""
+        return bool(self.candidates)
+
+    @property
+    def reason(self) -> str:
+        """A few words for a message.
+
+        >>> Unrooted(candidates=(("", "encoder"), ("", "decoder"))).reason
+        'several changes of the prefix match: `` -> `decoder`, `` -> `encoder`'
+        """
+        if not self.candidates:
+            return "no single change of the prefix makes all paths match"
+        listed = ", ".join(f"`{dropped}` -> `{added}`" for dropped, added in sorted(self.candidates))
+        return f"several changes of the prefix match: {listed}"
+
+
+def reroot(paths: Iterable[str], known: Collection[str]) -> Rerooting | Unrooted:
+    """Find the one pair of prefixes (p, q) such that every path is `p.rest` and every `q.rest` is in `known`.
+
+    The identity wins at once. Pairs that lead to the same mapping count once, under their shortest prefixes.
+
+    >>> known = [f"model.language_model.layers.{i}.q_proj" for i in range(2)]
+    >>> found = reroot(["model.layers.0.q_proj", "model.layers.1.q_proj"], known)
+    >>> found.dropped, found.added, found.mapping["model.layers.1.q_proj"]
+    ('model', 'model.language_model', 'model.language_model.layers.1.q_proj')
+    >>> reroot(["module.layers.0.q_proj"], ["layers.0.q_proj"]).dropped
+    'module'
+    >>> reroot(["layers.0.q_proj"], ["layers.0.q_proj", "model.layers.0.q_proj"]).identity
+    True
+    >>> reroot(["layers.7.q_proj"], ["model.layers.0.q_proj"]).ambiguous
+    False
+    >>> reroot(["layers.0.q_proj"], ["encoder.layers.0.q_proj", "decoder.layers.0.q_proj"]).ambiguous
+    True
+    >>> reroot(["model.blocks.0.q_proj"], ["model.layers.0.q_proj"]).reason
+    'no single change of the prefix makes all paths match'
+    """
+    wanted = tuple(dict.fromkeys(paths))
+    names = known if isinstance(known, (set, frozenset, Mapping)) else frozenset(known)
+    if all(path in names for path in wanted):
+        return Rerooting(mapping=MappingProxyType({path: path for path in wanted}), dropped="", added="")
+    found: dict[str, Rerooting] = {}
+    for dropped, added in _pairs(wanted[0], names):
+        if _joined(added, _rest(wanted[0], dropped)) in found:
+            continue  # the same mapping under longer prefixes
+        mapping = _mapping(wanted, dropped, added, names)
+        if mapping is not None:
+            found[mapping[wanted[0]]] = Rerooting(mapping=mapping, dropped=dropped, added=added)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    return Unrooted(candidates=tuple((one.dropped, one.added) for one in found.values()))
+
+
+def _pairs(path: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield every (dropped, added) that turns `path` into a known name, fewest dropped segments first."""
+    segments = path.split(".")
+    for cut in range(_kept_from(segments) + 1):
+        rest = ".".join(segments[cut:])
+        for name in known:
+            if name != rest and not name.endswith("." + rest):
+                continue
+            added = name[: -len(rest) - 1] if name != rest else ""
+            if not any(segment.isdigit() for segment in added.split(".")):
+                yield ".".join(segments[:cut]), added
+
+
+def _kept_from(segments: list[str]) -> int:
+    """Return the index of the first segment that must stay: the one before the first number, or the last."""
+    for index, segment in enumerate(segments):
+        if segment.isdigit():
+            return max(index - 1, 0)
+    return len(segments) - 1
+
+
+def _rest(path: str, dropped: str) -> str:
+    return path[len(dropped) + 1 :] if dropped else path
+
+
+def _joined(prefix: str, rest: str) -> str:
+    return f"{prefix}.{rest}" if prefix else rest
+
+
+def _mapping(paths: tuple[str, ...], dropped: str, added: str, known: Collection[str]) -> Mapping[str, str] | None:
+    """Return where every path goes, or None when one doesn't fit."""
+    mapping = {}
+    for path in paths:
+        if dropped and not path.startswith(dropped + "."):
+            return None
+        name = _joined(added, _rest(path, dropped))
+        if name not in known:
+            return None
+        mapping[path] = name
+    return MappingProxyType(mapping)

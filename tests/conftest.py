@@ -1,0 +1,43 @@
+"""Folders that all tests of one session share; workers of a parallel run share them too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.adapters import adapter
+from tests.bases import made_once, write_base
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session that outlives single tests and is the same for every worker."""
+    own = tmp_path_factory.getbasetemp()
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    return (own.parent if parallel else own) / "shared"
+
+
+@pytest.fixture(scope="session")
+def base_folder(shared_folder: Path) -> Callable[[str], Path]:
+    """Return the folder of a tiny base by name."""
+    return lambda name: made_once(shared_folder / "bases" / name, lambda folder: write_base(name, folder))
+
+
+@pytest.fixture(scope="session")
+def adapter_folder(shared_folder: Path) -> Callable[[str, str], Path]:
+    """Return the folder of an adapter by recipe and base."""
+    return lambda recipe, base: adapter(recipe, base, shared_folder / "bases", shared_folder / "adapters")
+
+
+@pytest.fixture(scope="session")
+def pair(
+    base_folder: Callable[[str], Path], adapter_folder: Callable[[str, str], Path]
+) -> Callable[..., tuple[Path, Path]]:
+    """Return the folders of an adapter and of its base, by recipe and base."""
+    return lambda recipe, base: (adapter_folder(recipe, base), base_folder(base))
