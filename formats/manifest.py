@@ -159,7 +159,7 @@ class RankFile(Record):
 
 
 class ByteCounts(Record):
-    """Sizes on disk."""
+    """Bytes of all rank files, and of the tensors of all shared factors in use."""
 
     ranks: Count
     shared: Count

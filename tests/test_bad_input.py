@@ -41,7 +41,8 @@ def _answers(folder: Path, base: Path, command: str = "check") -> None:
     store = ("-o", folder / "store") if command == "compile" else ()
     ran = scute(command, folder, "--base", base, "--json", *store)
     if ran.code == 1:
-        assert any(finding["severity"] == "error" for finding in ran.adapter["findings"])
+        findings = (ran.adapter if command in {"check", "compile"} else ran.answer)["findings"]
+        assert any(finding["severity"] == "error" for finding in findings)
         assert not (folder / "store").exists()
 
 

@@ -45,9 +45,9 @@ def _scale_in_bfloat16(tensors: Tensors) -> None:
 
 @pytest.fixture
 def light(base_folder: Callable[[str], Path], tmp_path: Path) -> tuple[Path, Path]:
-    """The base, and an adapter of which `s` carries about a tenth of the effect."""
+    """The base, and an adapter of which `s` carries a few per cent of the effect."""
     base = base_folder("llama")
-    return base, _light_dora(base, tmp_path / "adapter", spread=2e-4, factors=0.005)
+    return base, _light_dora(base, tmp_path / "adapter", spread=2e-4, factors=0.002)
 
 
 def test_a_lightly_trained_dora_keeps_its_effect_in_bfloat16(light: tuple[Path, Path], tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_the_same_check_fails_when_the_scale_itself_is_rounded(light: tuple[Path
     base, adapter = light
     artifact = compiled(adapter, base, tmp_path / "store", "--dtype", "bfloat16")
     copy = tampered(artifact, "scale-in-bfloat16", _scale_in_bfloat16)
-    assert verified(copy, adapter, base)["relative_error"] > 1e-2
+    assert verified(copy, adapter, base)["relative_error"] > 3e-2
 
 
 def test_a_scale_alone_loses_no_more_than_one_rounding(base_folder: Callable[[str], Path], tmp_path: Path) -> None:
