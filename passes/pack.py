@@ -19,14 +19,15 @@ from scute_compile.formats.base_checkpoint import BaseCheckpoint
 from scute_compile.formats.layout import SAFETENSORS_NAMES, file_layout, tensor_name
 from scute_compile.formats.manifest import SCHEMA_VERSION, SiteRecord, rank_file_name
 from scute_compile.formats.peft_folder import AdapterFolder
-from scute_compile.formats.safetensors_file import read_bytes, read_tensor
+from scute_compile.formats.reading import opened
+from scute_compile.formats.safetensors_file import read_exactly, read_tensor
 from scute_compile.formats.safetensors_writer import SafetensorsWriter, sha256_of
 from scute_compile.ir import Program, Site
 from scute_compile.passes.column_norms import NormRequest, stream_norms
 from scute_compile.passes.evaluate import Array, evaluate
 from scute_compile.passes.records import finding_record, note_record, site_record, site_slices
 from scute_compile.passes.rounding import TooNarrow, factor_digest, raw_bytes, rounded
-from scute_compile.passes.scale import column_norms, site_expressions
+from scute_compile.passes.scale import NormPlan, column_norms, site_expressions
 from scute_compile.passes.vera_projection import draw
 from scute_compile.target import DType
 
@@ -63,13 +64,17 @@ def read_norms(
     ]
     norms: tuple[dict[Expression, Array], ...] = tuple({} for _ in packages)
 
-    def rows(key: str, start: int, stop: int) -> torch.Tensor:
-        stored = base.tensors[key]
+    def tiles(plan: NormPlan) -> Iterator[torch.Tensor]:
+        stored = base.tensors[plan.key]
         if stored.file is None:
-            raise AssertionError(key)
-        width = stored.entry.nbytes // stored.entry.shape[0]
-        raw = read_bytes(stored.file, stored.entry, start * width, (stop - start) * width)
-        return torch.frombuffer(bytearray(raw), dtype=TORCH_DTYPES[stored.entry.dtype]).view(stop - start, -1)
+            raise AssertionError(plan.key)
+        width = stored.entry.nbytes // plan.rows
+        buffer = np.empty(plan.rows_per_tile * width, np.uint8)
+        with opened(stored.file) as file:
+            file.seek(stored.entry.begin)
+            for start, stop in plan.tiles():
+                raw = read_exactly(file, buffer[: (stop - start) * width], stored.file)
+                yield torch.from_numpy(raw).view(TORCH_DTYPES[stored.entry.dtype]).view(stop - start, -1)
 
     def value(owner: int, x: Expression) -> Array:
         return evaluate(x, _reader(packages[owner].adapter, base), {}, lambda array: array)
@@ -77,12 +82,12 @@ def read_norms(
     weights = {request.norm.weight.key: math.prod(request.norm.weight.shape) for request in requests}
     total, done = sum(weights.values()), 0
 
-    def tile_done(values: int) -> None:
+    def weight_done(values: int) -> None:
         nonlocal done
         done += values
         advance(done, total)
 
-    for request, norm in stream_norms(requests, rows, value, tile_done):
+    for request, norm in stream_norms(requests, tiles, value, weight_done):
         norms[request.owner][request.norm] = norm
     return norms
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 
 from scute_compile import __version__
@@ -227,11 +226,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; no exception leaves."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        result = app(arguments, standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except (click.Abort, KeyboardInterrupt):
+        app(arguments)
+    except SystemExit as end:  # how the terminal library ends every command, usage errors (2) included
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing unfinished is readable\n")
         return 1
     except ScuteError as error:
@@ -244,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             next="report it, with the input that leads to it",
         )  # fmt: skip
         return _report(arguments, (fault,))
-    return result if isinstance(result, int) else 0
+    return 0
 
 
 def _report(arguments: Sequence[str], diagnostics: Sequence[Diagnostic]) -> int:

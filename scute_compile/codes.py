@@ -1,7 +1,7 @@
 """The stable codes of all diagnostics: a title for the message, and a paragraph for the page of codes.
 
 SC1xx: files. SC2xx: configuration. SC3xx: keys and tensors. SC4xx: the base model. SC5xx: tensor parallelism.
-SC6xx: artifacts and stores. SC7xx: commands. A code is never reused.
+SC6xx: artifacts and stores. SC7xx: commands. SC8xx: the runtime. A code is never reused.
 """
 
 from __future__ import annotations
@@ -159,6 +159,25 @@ class Code(Enum):
     SC703 = ("usage error", "An argument is out of range or contradicts another.")
     SC704 = ("verification failed", "The artifact differs from PEFT by more than rounding explains.")
     SC705 = ("an internal error", "A fault of Scute itself; please report it with the traceback that --debug prints.")
+    SC801 = (
+        "the artifact is for another tp or dtype",
+        "A runtime serves artifacts that were cut for as many ranks as it runs on, in the dtype of its pool.",
+    )
+    SC802 = ("the adapter is not loaded", "A row, or a command of the pool, names an adapter that the pool doesn't know.")
+    SC803 = (
+        "the runtime doesn't serve these terms",
+        "A site has low-rank terms whose factors are all its own, or one term between two shared factors.",
+    )
+    SC804 = (
+        "too many distinct adapters in a batch",
+        "The adapters of one step must be resident together, and they need more slots or pages than the pool has.",
+    )
+    SC805 = ("the pool is too small", "One adapter, or one loan, needs more pages than the pool can ever free for it.")
+    SC806 = (
+        "the adapter is held",
+        "It is used by a running step, or pinned, or present under that name already; it can't be evicted, removed or "
+        "added.",
+    )
 
     @property
     def title(self) -> str:

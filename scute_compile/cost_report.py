@@ -83,6 +83,7 @@ class CostReport:
         """Return the report as plain JSON values."""
         return {
             "schema_version": SCHEMA_VERSION,
+            "command": "cost",
             "model": self.shape.name,
             "layers": self.shape.layers,
             "dtype": self.dtype.value,

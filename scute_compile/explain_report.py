@@ -22,7 +22,6 @@ from scute_compile.passes.records import note_record
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.text import Text
 
     from scute_compile.formats.artifact import Artifact
     from scute_compile.pipeline import Planned
@@ -30,8 +29,16 @@ if TYPE_CHECKING:
 SLOTS = ("R", "s", "b", "d", "e", "c", "A", "B")
 """The order in which a site's slots are shown."""
 STYLES = {
-    Action.MERGED: "green", Action.LIVE: "yellow", Action.DROPPED: "dim", Action.MOVED: "cyan", Action.PLANNED: "blue",
-}  # fmt: skip
+    Action.MERGED: "green",
+    Action.LIVE: "yellow",
+    Action.DROPPED: "dim",
+    Action.MOVED: "cyan",
+    Action.PLANNED: "blue",
+}
+UNITS = (
+    "bytes are one rank's for one decode step; a launch counts as the bytes that memory would move in its time; "
+    "in brackets the ratio to the route that was chosen"
+)
 SAMPLES = 3
 """How many site names a message offers."""
 
@@ -76,11 +83,11 @@ class ExplainReport:
         console.print(Text(printable(head), style="bold"), soft_wrap=True)
         console.print(_summary(self.notes))
         if any(note.candidates for note in self.notes):
-            console.print(Text("bytes are one rank's for one decode step; a launch counts as the bytes that memory", "dim"))
-            console.print(Text("would move in its time; in brackets the ratio to the route that was chosen", "dim"))
-        for title, members in _sections(self.groups):
+            console.print(Text(UNITS, "dim"))
+        for titles, members in _sections(self.groups):
             console.print()
-            console.print(Text(printable(title), style="bold"), soft_wrap=True)
+            for title in titles:
+                console.print(Text(printable(title), style="bold"), soft_wrap=True)
             console.print(_section(members))
         for silent in grouped(self.silent):
             console.print()
@@ -104,7 +111,7 @@ def explain(
         ScuteError: SC703 when the glob matches no site.
     """
     known = dict.fromkeys([*sites, *(note.site for note in notes)])
-    kept = [site for site in known if glob is None or fnmatchcase(site, glob)]
+    kept = {site: None for site in known if glob is None or fnmatchcase(site, glob)}
     if glob is not None and not kept:
         _refuse_glob(glob, tuple(known))
     noted = {note.site for note in notes}
@@ -112,7 +119,7 @@ def explain(
         name=name,
         method=method,
         glob=glob,
-        notes=tuple(note for note in notes if note.site in set(kept)),
+        notes=tuple(note for note in notes if note.site in kept),
         silent=tuple(site for site in kept if site not in noted),
     )
 
@@ -156,9 +163,12 @@ def notes_of(records: Sequence[Mapping[str, object]], where: str) -> tuple[Note,
         fault = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, fault["loc"]))
         fail(
-            Code.SC601, where=where, found=f"notes.{place}: {fault['msg']}", expected="notes as `scute compile` writes them",
+            Code.SC601,
+            where=where,
+            found=f"notes.{place}: {fault['msg']}",
+            expected="notes as `scute compile` writes them",
             next="compile the adapter again with this version",
-        )  # fmt: skip
+        )
 
 
 def _refuse_glob(glob: str, known: Sequence[str]) -> None:
@@ -207,12 +217,16 @@ def _title(group: Group[Note] | Group[str]) -> str:
     return f"{group.label}  x{group.size}" if group.size > 1 else group.label
 
 
-def _sections(groups: Iterable[Group[Note]]) -> Iterator[tuple[str, list[Group[Note]]]]:
-    """Yield, per projection and set of layers, its title and its groups."""
-    sections: dict[tuple[str, Axes], list[Group[Note]]] = {}
+def _sections(groups: Iterable[Group[Note]]) -> Iterator[tuple[list[str], list[Group[Note]]]]:
+    """Yield titles and groups; projections of which the same is told are told together."""
+    own: dict[tuple[str, Axes], list[Group[Note]]] = {}
     for group in groups:
-        sections.setdefault((group.pattern, group.axes), []).append(group)
-    yield from ((_title(members[0]), members) for members in sections.values())
+        own.setdefault((group.pattern, group.axes), []).append(group)
+    sections: dict[Hashable, tuple[list[str], list[Group[Note]]]] = {}
+    for members in own.values():
+        told = tuple((group.items[0].slot, group.items[0].action, _lines(group)) for group in members)
+        sections.setdefault(told, ([], members))[0].append(_title(members[0]))
+    yield from sections.values()
 
 
 def _summary(notes: Sequence[Note]) -> RenderableType:
@@ -244,25 +258,32 @@ def _section(groups: Sequence[Group[Note]]) -> RenderableType:
         note = group.items[0]
         slot = "" if note.slot == shown else printable(note.slot)
         shown = note.slot
-        table.add_row(Text(f"  {slot}"), Text(note.action.value, STYLES[note.action]), _told(group))
+        table.add_row(Text(f"  {slot}"), Text(note.action.value, STYLES[note.action]), Text("\n".join(_lines(group))))
     return table
 
 
-def _told(group: Group[Note]) -> Text:
-    """One note: its rule and neighbours, why, and the routes with what each costs."""
-    from rich.text import Text
-
+def _lines(group: Group[Note]) -> tuple[str, ...]:
+    """Tell one note: its rule and neighbours, why, and the routes with what each costs."""
     note = group.items[0]
     owners = ", ".join(f"{name}: {owner.value}" for name, owner in note.neighbours)
     rule = note.rule.removeprefix(f"{note.action.value}: ")
-    lines = [f"{rule}  [{owners}]" if owners else rule, _why(group)]
-    return Text("\n".join([*(printable(line) for line in lines if line), *_routes(note)]))
+    lines = (f"{rule}  [{owners}]" if owners else rule, _why(group))
+    return (*(printable(line) for line in lines if line), *_routes(note))
 
 
 def _routes(note: Note) -> Iterator[str]:
     costs = dict(note.candidates)
     chosen = costs.get(note.route, 0) if note.route else 0
     for route, moved in sorted(costs.items(), key=lambda item: item[0] is not note.route):
-        ratio = f"({moved / chosen:.3g}x)" if chosen and route is not note.route else ""
+        ratio = f"({_ratio(moved / chosen)}x)" if chosen and route is not note.route else ""
         mark = "->" if route is note.route else "  "
         yield f"{mark} {route.value:<28}{readable(moved):>9}  {ratio:>8}".rstrip()
+
+
+def _ratio(value: float) -> str:
+    """Return three digits, or all of a large number's.
+
+    >>> _ratio(0.9931), _ratio(14.22), _ratio(1761.0)
+    ('0.993', '14.2', '1,761')
+    """
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"

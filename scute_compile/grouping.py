@@ -54,7 +54,8 @@ def pattern(name: str) -> tuple[str, Numbers]:
     >>> pattern("lm_head")
     ('lm_head', ())
     """
-    parts, numbers = [], []
+    parts: list[str] = []
+    numbers: list[int] = []
     for part in name.split("."):
         if len(numbers) < MOST_PLACES and _NUMBER.fullmatch(part):
             numbers.append(int(part))

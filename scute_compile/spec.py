@@ -21,15 +21,17 @@ def terms_fit_their_site(site: Site) -> Iterator[str]:
             yield f"A has rank {term.a.rank}, B has rank {term.b.rank}"
         wanted = ((term.a.value, (term.rank, inputs)), (term.b.value, (term.rank, outputs)),
                   (term.d, (term.rank,)), (term.e, (outputs,)))  # fmt: skip
-        yield from (f"{value} is not {shape}" for value, shape in wanted if value is not None and value.shape != shape)
+        # a size of 0 is unknown: an adapter looked at without its base
+        known = ((value, shape) for value, shape in wanted if value is not None and 0 not in shape)
+        yield from (f"{value} is not {shape}" for value, shape in known if value.shape != shape)
 
 
 def slots_fit_their_site(site: Site) -> Iterator[str]:
     """s and biases have the site's outputs; R covers the inputs."""
     for value in (site.s, site.beta, site.b):
-        if value is not None and value.shape != (site.linear.out_features,):
+        if value is not None and site.linear.out_features and value.shape != (site.linear.out_features,):
             yield f"{value} is not ({site.linear.out_features},)"
-    rotation = site.rotation
+    rotation = site.rotation if site.linear.in_features else None
     if rotation is not None and rotation.kind is RotationKind.DIAGONAL and rotation.delta.shape != (site.linear.in_features,):
         yield f"R is {rotation.delta.shape}"
     if rotation is not None and rotation.kind is RotationKind.BLOCKS:

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters import adapter
-from tests.bases import made_once, write_base
-
+# Read when `huggingface_hub` is imported, which the modules below do: so they are imported inside the fixtures.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -26,18 +24,22 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def base_folder(shared_folder: Path) -> Callable[[str], Path]:
     """Return the folder of a tiny base by name."""
+    from tests.bases import made_once, write_base
+
     return lambda name: made_once(shared_folder / "bases" / name, lambda folder: write_base(name, folder))
 
 
 @pytest.fixture(scope="session")
 def adapter_folder(shared_folder: Path) -> Callable[[str, str], Path]:
     """Return the folder of an adapter by recipe and base."""
+    from tests.adapters import adapter
+
     return lambda recipe, base: adapter(recipe, base, shared_folder / "bases", shared_folder / "adapters")
 
 
 @pytest.fixture(scope="session")
 def pair(
     base_folder: Callable[[str], Path], adapter_folder: Callable[[str, str], Path]
-) -> Callable[..., tuple[Path, Path]]:
+) -> Callable[[str, str], tuple[Path, Path]]:
     """Return the folders of an adapter and of its base, by recipe and base."""
     return lambda recipe, base: (adapter_folder(recipe, base), base_folder(base))

@@ -99,6 +99,7 @@ def assert_matches_oracle(case: Case, where: Made, artifact: Path, store: Path, 
             ours, theirs = by_layer(artifact, rank, tp), by_layer(before, rank, tp)
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+        assert verified(artifact, where.adapter, where.base)["relative_error"] <= FLOAT32
 
 
 def assert_nothing_left(store: Path) -> None:

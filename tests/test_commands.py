@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,24 @@ def test_a_missing_adapter_is_refused_and_named(base_folder: Folder, tmp_path: P
     assert ran.code == 1
     assert "SC101" in ran.err
     assert "nothing-here" in ran.err
+
+
+def test_hub_ids_that_nobody_has_are_answered_like_missing_folders(
+    base_folder: Folder, adapter_folder: Adapter
+) -> None:
+    """The tests run offline: a Hub id that isn't in the cache can't be found."""
+    adapter = scute("check", "nobody/no-such-adapter", "--base", base_folder("llama"))
+    assert (adapter.code, "SC101" in adapter.err) == (1, True), adapter
+    base = scute("check", adapter_folder("lora", "llama"), "--base", "nobody/no-such-base")
+    assert (base.code, "SC401" in base.err) == (2, True), base
+
+
+def test_the_demo_needs_nothing_and_ends_within_a_minute(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    ran = scute_process("demo", cwd=tmp_path)
+    assert time.perf_counter() - start < 60
+    assert ran.code == 0, ran.err
+    assert all(method in ran.out.lower() for method in ("lora", "dora", "ia3", "vera", "oft"))
 
 
 def test_the_adapters_own_base_is_the_default(base_folder: Folder, adapter_folder: Adapter) -> None:

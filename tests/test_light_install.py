@@ -50,13 +50,21 @@ def test_check_inspect_and_explain_work_without_torch(
     light_scute: Path, recipe: str, base_folder: Callable[[str], Path], adapter_folder: Callable[[str, str], Path]
 ) -> None:
     adapter, base = adapter_folder(recipe, "llama"), base_folder("llama")
-    done = _run(light_scute, "check", adapter, "--base", base, "--tp", 2, "--json")
+    done = _run(light_scute, "check", adapter, "--base", base, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["adapters"][0]["outcome"] in {"exact", "noted"}
     for command in ("inspect", "explain-folds"):
         shown = _run(light_scute, command, adapter, "--base", base, "--json")
         assert shown.returncode == 0, shown.stderr
         assert json.loads(shown.stdout)["command"] == command
+
+
+def test_a_gate_knows_how_ranks_divide_a_model(
+    light_scute: Path, base_folder: Callable[[str], Path], adapter_folder: Callable[[str, str], Path]
+) -> None:
+    """The answer is that of the full install: a gate that refuses what compiles is worse than none."""
+    done = _run(light_scute, "check", adapter_folder("dora", "llama"), "--base", base_folder("llama"), "--tp", 2)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_broken_adapter_is_refused_without_torch(

@@ -44,7 +44,8 @@ def test_planning_imports_nothing_heavy(
     command: str, recipe: str, base_folder: Folder, adapter_folder: Adapter
 ) -> None:
     program = MEASURED.replace("file=sys.stderr", "file=sys.stdout")
-    out = python(program, command, adapter_folder(recipe, "qwen2"), "--base", base_folder("qwen2"), "--json")
+    ranks = ("--tp", 2) if command == "check" else ()
+    out = python(program, command, adapter_folder(recipe, "qwen2"), "--base", base_folder("qwen2"), "--json", *ranks)
     answer = json.loads(out.splitlines()[-1])
     assert answer["code"] == 0
     assert answer["heavy"] == []

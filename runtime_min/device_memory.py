@@ -1,0 +1,121 @@
+"""The tensors that kernels read adapters from, and the writes to them, which run beside the step on a side stream.
+
+On a CUDA device every write goes to one side stream, in order, from pinned memory; `wait` makes the current stream
+wait for the writes so far and for nothing else. On a CPU the same code runs in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from scute_compile.runtime_min.record import FIELDS, PAGE_BYTES, PAIR_FIELDS, absent_records
+
+STAGING_PAGES = 131072
+"""An image larger than this (256 MiB) comes in by several copies, so that staging never doubles the pool."""
+
+
+class DeviceMemory:
+    """Pages, page map, directory and pairs of one device."""
+
+    pages: torch.Tensor
+    """`(num_pages, values per page)`."""
+    page_map: torch.Tensor
+    """int32: the physical page of each logical page of every resident image."""
+    directory: torch.Tensor
+    """int32 `(slots, sites, 16)`; `scute_compile.runtime_min.record.Field` names the fields."""
+    pairs: torch.Tensor
+    """int32 `(pairs, 8)`: rank, then pages, offset and stride of A, then of B."""
+
+    def __init__(self, pages: torch.Tensor, *, slots: int, sites: int, map_entries: int, pairs: int) -> None:
+        device = pages.device
+        self.pages = pages
+        self.page_map = torch.zeros(map_entries, dtype=torch.int32, device=device)
+        self.directory = absent_records(slots * sites).view(slots, sites, FIELDS).to(device)
+        self.pairs = torch.zeros(pairs, PAIR_FIELDS, dtype=torch.int32, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._written: torch.cuda.Event | None = None
+        self.settle()
+
+    @property
+    def pin(self) -> bool:
+        """Whether host memory should be pinned for this device."""
+        return self._stream is not None
+
+    def write_image(self, buffer: torch.Tensor, pages: torch.Tensor, start: int) -> None:
+        """Bring an image in: one contiguous copy into staging memory, and one scatter to its pages.
+
+        Args:
+            buffer: The image's bytes on the host, whole pages.
+            pages: Its physical pages, int32 on the host; they go to `page_map` from `start` on.
+            start: First entry in `page_map`.
+        """
+        count = len(pages)
+        with self._writing():
+            entries = self.page_map[start : start + count]
+            # eight bytes at a time: pages are moved, not computed with
+            target = self.pages.view(torch.int64)
+            for first in range(0, count, STAGING_PAGES):
+                last = min(first + STAGING_PAGES, count)
+                staging = torch.empty((last - first) * PAGE_BYTES, dtype=torch.uint8, device=self.pages.device)
+                # the long copy starts before the host prepares anything else
+                staging.copy_(buffer[first * PAGE_BYTES : last * PAGE_BYTES], non_blocking=True)
+                if first == 0:
+                    entries.copy_(self._pinned(pages), non_blocking=True)
+                target.index_copy_(0, entries[first:last].long(), staging.view(torch.int64).view(last - first, -1))
+
+    def write_map(self, pages: Sequence[torch.Tensor]) -> None:
+        """Replace the page map's beginning by the pages of all images, one image after the other."""
+        if pages:
+            entries = self._pinned(torch.cat(list(pages)))
+            with self._writing():
+                self.page_map[: len(entries)].copy_(entries, non_blocking=True)
+
+    def write_records(self, slot: int, records: torch.Tensor) -> None:
+        """Write the directory records `(sites, 16)` of a slot."""
+        with self._writing():
+            self.directory[slot].copy_(self._pinned(records), non_blocking=True)
+
+    def write_pair(self, index: int, values: Sequence[int]) -> None:
+        """Write one row of `pairs`."""
+        with self._writing():
+            row = torch.tensor([*values, 0], dtype=torch.int32)
+            self.pairs[index].copy_(self._pinned(row), non_blocking=True)
+
+    def wait(self) -> None:
+        """Make the current stream wait for all writes so far; the host doesn't wait."""
+        if self._written is not None:
+            torch.cuda.current_stream(self.pages.device).wait_event(self._written)
+
+    def mark_use(self) -> torch.cuda.Event | None:
+        """Return an event after everything that the current stream was given: the end of a step."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.pages.device))
+        return event
+
+    def write_after(self, use: torch.cuda.Event | None) -> None:
+        """Let later writes wait for the end of a step, because they overwrite what it may read."""
+        if self._stream is not None and use is not None:
+            self._stream.wait_event(use)
+
+    def settle(self) -> None:
+        """Let later writes wait for everything that the current stream was given."""
+        self.write_after(self.mark_use())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._written = torch.cuda.Event()
+        self._written.record(self._stream)
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a pinned copy, which PyTorch keeps until the copies from it are done."""
+        return tensor.pin_memory() if self.pin else tensor

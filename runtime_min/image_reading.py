@@ -1,0 +1,201 @@
+"""From an opened artifact to the host image of one rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import torch
+from safetensors import SafetensorError
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+from scute_compile.expressions import Ranges, width
+from scute_compile.formats.artifact import Artifact
+from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
+from scute_compile.formats.layout import file_layout, tensor_name
+from scute_compile.formats.manifest import SharedWindow, SiteRecord, TermRecord
+from scute_compile.runtime_min.image import (
+    AdapterImage,
+    FactorImage,
+    FactorWindow,
+    PairWindow,
+    SharedTerm,
+    SiteContent,
+    pack_adapter,
+    pack_factor,
+    window_of,
+)
+from scute_compile.runtime_min.record import SiteSlot, values_per_granule
+from scute_compile.runtime_min.reference import SiteSlots, TermSlots
+from scute_compile.runtime_min.site_slots import take
+
+Factors = MutableMapping[str, FactorImage]
+"""Images of shared factors by key, all in one dtype."""
+
+
+def read_adapter(
+    artifact: Artifact,
+    sites: Sequence[SiteSlot],
+    dtype: torch.dtype,
+    *,
+    name: str = "",
+    tp: int = 1,
+    rank: int = 0,
+    factors: Factors | None = None,
+    convert: bool = False,
+    pin: bool = False,
+) -> AdapterImage:
+    """Read one rank's file, and the shared factors that it names, into an image.
+
+    Args:
+        artifact: An opened artifact.
+        sites: The model's layers as the rank holds them, in the order of the directory.
+        dtype: The pool's dtype.
+        name: The adapter's id; the artifact's own name when empty.
+        tp: Number of ranks that the runtime runs on.
+        rank: Which of them this is.
+        factors: Images of shared factors that are there already; those that this artifact needs are added.
+        convert: Whether an artifact of another dtype is rounded to the pool's; it is refused otherwise.
+        pin: Whether images lie in pinned memory.
+
+    Raises:
+        ScuteError: SC801 (another tp or dtype), SC402 (another base), SC803 (terms that mix own and shared factors,
+            or several shared ones at a site), SC320 (values that the pool's dtype can't hold), SC603 (a file that was
+            damaged after the artifact was opened).
+    """
+    name = name or artifact.manifest.name
+    _check_target(artifact, name, tp=tp, dtype=dtype, convert=convert)
+    known: Factors = {} if factors is None else factors
+    try:
+        stored = load_rank(artifact, rank)
+        layout = file_layout(artifact.manifest.sites, rank, artifact.manifest.dtype)
+        if changed := [key for key, (_, shape) in layout.items() if stored[key].shape != shape]:
+            raise OSError(f"`{changed[0]}` has another shape than before")  # noqa: TRY301 - one message for all
+        tensors = {key: _fitting(value, key, dtype) for key, value in stored.items()}
+        contents = {
+            record.name: _content(artifact, name, record, rank, tensors, dtype, known, pin=pin)
+            for record in artifact.manifest.sites
+        }
+    except (OSError, SafetensorError, KeyError) as error:
+        fail(
+            Code.SC603,
+            where=name,
+            found=f"a file that can't be read any more: {error}",
+            expected="the files that were checked when the artifact was opened",
+            next="leave artifacts alone while they are served; copy the store again, or compile the adapter again",
+        )
+    return pack_adapter(
+        name, sites, contents, dtype, digest=artifact.manifest.digest, tp=tp, rank=rank, pin=pin
+    )  # fmt: skip
+
+
+def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype, convert: bool) -> None:
+    manifest = artifact.manifest
+    if manifest.tp != tp:
+        fail(
+            Code.SC801,
+            where=name,
+            found=f"an artifact for tp {manifest.tp}",
+            expected=f"tp {tp}, on which this runtime runs",
+            next=f"compile the adapter again with --tp {tp}",
+        )
+    if TORCH_DTYPES[manifest.dtype] is not dtype and not convert:
+        wanted = str(dtype).removeprefix("torch.")
+        fail(
+            Code.SC801,
+            where=name,
+            found=f"an artifact in {manifest.dtype}",
+            expected=f"{wanted}, the pool's dtype",
+            next=f"compile the adapter again with --dtype {wanted}, or ask for a conversion, which rounds once more",
+        )
+
+
+def _fitting(tensor: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in the pool's dtype; the shift `b` stays as it is."""
+    if tensor.dtype is dtype or key.endswith(".b"):
+        return tensor
+    rounded = tensor.to(dtype)
+    if not bool(rounded.isfinite().all()):
+        fail(
+            Code.SC320,
+            where=key,
+            found=f"values up to {float(tensor.abs().max()):.3g}",
+            expected=f"at most {torch.finfo(dtype).max:.3g}, the largest value of the pool's dtype",
+            next="use a pool in bfloat16 or float32",
+        )
+    return rounded
+
+
+def _content(
+    artifact: Artifact,
+    name: str,
+    record: SiteRecord,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    factors: Factors,
+    *,
+    pin: bool,
+) -> SiteContent:
+    def held(slot: str, number: int | None = None) -> torch.Tensor | None:
+        return tensors.get(tensor_name(record.name, slot, number))
+
+    shared: SharedTerm | None = None
+    terms: list[TermSlots] = []
+    for number, term in enumerate(record.terms):
+        _check_term(name, record, number, term)
+        if term.a is None or term.b is None:
+            a, b = (tensors[tensor_name(record.name, slot, number)] for slot in ("A", "B"))
+            terms.append(TermSlots(a=a, b=b))
+            continue
+        pair = PairWindow(
+            a=_window(artifact, term.a, record.inputs[rank], dtype, factors, pin=pin),
+            b=_window(artifact, term.b, record.outputs[rank], dtype, factors, pin=pin),
+        )
+        shared = SharedTerm(pair=pair, d=held("d", number), e=held("e", number))
+    slots = SiteSlots(
+        rotation=record.rotation.kind if record.rotation else None,
+        delta=held("dR"),
+        ds=held("ds"),
+        b=held("b") if record.shift_rank in (-1, rank) else None,
+        terms=tuple(terms),
+    )
+    return SiteContent(
+        in_features=width(record.inputs[rank]), out_features=width(record.outputs[rank]), slots=slots, shared=shared
+    )
+
+
+def _check_term(name: str, record: SiteRecord, number: int, term: TermRecord) -> None:
+    """Own terms have folded d and e into their factors; a shared one stands alone at its site."""
+    own = term.a is None and term.b is None and not term.d and not term.e
+    alone = term.a is not None and term.b is not None and len(record.terms) == 1
+    if own or alone:
+        return
+    owners = ["shared" if window else "own" for window in (term.a, term.b)]
+    live = "".join(f" and {slot}" for slot, there in (("d", term.d), ("e", term.e)) if there)
+    fail(
+        Code.SC803,
+        where=f"{name}: {record.name}, term {number} of {len(record.terms)}",
+        found=f"A {owners[0]}, B {owners[1]}{live}",
+        expected="terms whose factors are all the adapter's own, d and e folded into them, or one term between two "
+        "shared factors",
+        next="compile the adapter again with this version; serve it on another engine if that changes nothing",
+    )
+
+
+def _window(
+    artifact: Artifact, window: SharedWindow, ranges: Ranges, dtype: torch.dtype, factors: Factors, *, pin: bool
+) -> FactorWindow:
+    """Return where the rank's columns of a shared factor lie.
+
+    One run of columns that starts a granule is an offset into the whole factor, which all sites share. Others get an
+    image of their own, of those columns alone.
+    """
+    start = ranges[0][0]
+    whole = len(ranges) == 1 and start % values_per_granule(dtype) == 0
+    key = window.factor if whole else f"{window.factor}:{','.join(f'{first}-{last}' for first, last in ranges)}"
+    if key not in factors:
+        factor = _fitting(load_factor(artifact, window.factor), window.factor, dtype)
+        columns = factor if whole else take(factor, 1, ranges)
+        factors[key] = pack_factor(key, columns, dtype, pin=pin)
+    return window_of(factors[key], dtype, column=start if whole else 0)

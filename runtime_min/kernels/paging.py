@@ -1,0 +1,78 @@
+"""Reading adapters that lie in pages: addresses, and the fields of a directory record.
+
+An adapter is one logical run of granules of 16 bytes; `page_map` says which physical page holds each 2 KiB of it. One
+lookup serves a whole granule, so that data still moves in 16-byte loads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PAGE_BYTES = 2048
+GRANULE_BYTES = 16
+FIELDS = 16
+
+PAGE_GRANULES = tl.constexpr(PAGE_BYTES // GRANULE_BYTES)
+RECORD = tl.constexpr(FIELDS)
+RANK = tl.constexpr(0)
+A_PAGES = tl.constexpr(1)
+A_OFFSET = tl.constexpr(2)
+A_STRIDE = tl.constexpr(3)
+B_PAGES = tl.constexpr(4)
+B_OFFSET = tl.constexpr(5)
+B_STRIDE = tl.constexpr(6)
+OWN_PAGES = tl.constexpr(7)
+DS_OFFSET = tl.constexpr(8)
+SHIFT_OFFSET = tl.constexpr(9)
+D_OFFSET = tl.constexpr(10)
+E_OFFSET = tl.constexpr(11)
+R_OFFSET = tl.constexpr(12)
+R_BLOCK = tl.constexpr(13)
+R_SHARED = tl.constexpr(14)
+PAIR = tl.constexpr(15)
+
+
+@triton.jit
+def place(page_map_ptr, first_page, granule, mask):
+    """Return the physical granule of each logical one."""
+    page = tl.load(page_map_ptr + first_page + granule // PAGE_GRANULES, mask=mask, other=0)
+    return page.to(tl.int64) * PAGE_GRANULES + granule % PAGE_GRANULES
+
+
+@triton.jit
+def load_row(pages_ptr, page_map_ptr, first_page, granule, mask, VALUES: tl.constexpr):
+    """Return whole granules of one row: `(G,)` granules -> `(G, VALUES)`."""
+    where = place(page_map_ptr, first_page, granule, mask)[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
+    return tl.load(pages_ptr + tl.max_contiguous(tl.multiple_of(where, [1, VALUES]), [1, VALUES]), mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def load_rows(pages_ptr, page_map_ptr, first_page, granule, mask, VALUES: tl.constexpr):
+    """Return whole granules of several rows: `(R, G)` granules -> `(R, G, VALUES)`."""
+    first = place(page_map_ptr, first_page, granule, mask)[:, :, None] * VALUES
+    where = first + tl.arange(0, VALUES)[None, None, :]
+    where = tl.max_contiguous(tl.multiple_of(where, [1, 1, VALUES]), [1, 1, VALUES])
+    return tl.load(pages_ptr + where, mask=mask[:, :, None], other=0.0)
+
+
+@triton.jit
+def load_values(pages_ptr, page_map_ptr, first_page, offset, index, mask, VALUES: tl.constexpr):
+    """Return single values, `index` counting from granule `offset`: for what is short or not aligned."""
+    granule = place(page_map_ptr, first_page, offset + index // VALUES, mask)
+    return tl.load(pages_ptr + granule * VALUES + index % VALUES, mask=mask, other=0.0)
+
+
+@triton.jit
+def slice_of(block, BLOCK: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
+    """Return the slice that a block of columns lies in, its first column inside it, its width, and its start.
+
+    A fused GEMM has up to three slices of N0, N1, N2 columns, absent ones of 0; no block spans two slices.
+    """
+    first = tl.cdiv(N0, BLOCK)
+    second = first + tl.cdiv(N1, BLOCK)
+    which = (block >= first).to(tl.int32) + (block >= second).to(tl.int32)
+    inside = block - tl.where(which == 0, 0, tl.where(which == 1, first, second))
+    width = tl.where(which == 0, N0, tl.where(which == 1, N1, N2))
+    start = tl.where(which == 0, 0, tl.where(which == 1, N0, N0 + N1))
+    return which, inside * BLOCK, width, start

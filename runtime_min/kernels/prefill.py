@@ -1,0 +1,145 @@
+"""Prefill: many rows per adapter, so both halves run on tensor cores over blocks of one adapter's tokens.
+
+`prefill_shrink` leaves `h * d`; `prefill_expand` multiplies by B and finishes the output tile that it holds: base, ds,
+b and e in float32, one rounding. Owned and shared factors are read alike; a record says where they lie.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from scute_compile.runtime_min.kernels.combine import load_shift
+from scute_compile.runtime_min.kernels.paging import (
+    A_OFFSET,
+    A_PAGES,
+    A_STRIDE,
+    B_OFFSET,
+    B_PAGES,
+    B_STRIDE,
+    D_OFFSET,
+    DS_OFFSET,
+    E_OFFSET,
+    OWN_PAGES,
+    R_OFFSET,
+    RANK,
+    RECORD,
+    SHIFT_OFFSET,
+    load_rows,
+    load_values,
+    slice_of,
+)
+
+
+@triton.jit
+def prefill_shrink_kernel(
+    x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
+    sites, first_site, h_capacity,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """See `scute_compile.runtime_min.reference.shrink`. Grid: tiles of tokens, slices, and ranks in turn."""
+    tile, which = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(tile_ptr + tile * 4)
+    first, count = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 2)
+    if slot >= 0:
+        record = directory_ptr + (slot * sites + first_site + which) * RECORD
+        rank = tl.load(record + RANK)
+        first_page, offset, stride = (
+            tl.load(record + A_PAGES), tl.load(record + A_OFFSET), tl.load(record + A_STRIDE)
+        )  # fmt: skip
+        own, d_offset = tl.load(record + OWN_PAGES), tl.load(record + D_OFFSET)
+        held = tl.arange(0, BLOCK_T) < count
+        token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0)
+        h_row = tl.load(row_h_ptr + token, mask=held, other=0)
+        STEP: tl.constexpr = BLOCK_K // VALUES
+        for start in range(tl.program_id(2) * BLOCK_R, rank, tl.num_programs(2) * BLOCK_R):
+            rows = start + tl.arange(0, BLOCK_R)
+            total = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+            for step in range(0, K, BLOCK_K):
+                k = step + tl.arange(0, BLOCK_K)
+                mask = held[:, None] & (k < K)[None, :]
+                x = tl.load(x_ptr + token.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
+                granule = step // VALUES + tl.arange(0, STEP)
+                a = load_rows(
+                    pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
+                    (rows < rank)[:, None] & (granule * VALUES < K)[None, :], VALUES,
+                )  # fmt: skip
+                total = tl.dot(x, tl.trans(tl.reshape(a, [BLOCK_R, BLOCK_K])), total, input_precision="ieee")
+            if d_offset >= 0:
+                d = load_values(pages_ptr, page_map_ptr, own, d_offset, rows, rows < rank, VALUES)
+                total *= d.to(tl.float32)[None, :]
+            where = which * h_capacity + h_row[:, None] + rows[None, :]
+            tl.store(h_ptr + where, total, mask=held[:, None] & (rows < rank)[None, :])
+
+
+@triton.jit
+def prefill_expand_kernel(
+    y_ptr, h_ptr, bias_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr, rot_position_ptr,
+    sites, first_site, h_capacity, tokens,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, VALUES: tl.constexpr, HAS_ROTATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """See `scute_compile.runtime_min.reference.apply_site`; tiles with slot -1 get the base's bias alone."""
+    N: tl.constexpr = N0 + N1 + N2
+    tile = tl.program_id(1)
+    which, column, width, origin = slice_of(tl.program_id(0), BLOCK_N, N0, N1, N2)
+    slot = tl.load(tile_ptr + tile * 4)
+    first, count = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 2)
+    held = tl.arange(0, BLOCK_T) < count
+    token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0).to(tl.int64)
+    columns = column + tl.arange(0, BLOCK_N)
+    in_slice = columns < width
+    inside = held[:, None] & in_slice[None, :]
+    where = token[:, None] * N + origin + columns[None, :]
+    if slot >= 0:
+        record = directory_ptr + (slot * sites + first_site + which) * RECORD
+        rank, own = tl.load(record + RANK), tl.load(record + OWN_PAGES)
+        ds_offset, shift_offset = tl.load(record + DS_OFFSET), tl.load(record + SHIFT_OFFSET)
+        e_offset, r_offset = tl.load(record + E_OFFSET), tl.load(record + R_OFFSET)
+        if (rank > 0) | (ds_offset >= 0) | (shift_offset >= 0) | (r_offset >= 0) | HAS_BIAS:
+            total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+            if rank > 0:
+                first_page, offset, stride = (
+                    tl.load(record + B_PAGES), tl.load(record + B_OFFSET), tl.load(record + B_STRIDE)
+                )  # fmt: skip
+                h_row = tl.load(row_h_ptr + token, mask=held, other=0)
+                STEP: tl.constexpr = BLOCK_N // VALUES
+                granule = column // VALUES + tl.arange(0, STEP)
+                for start in range(0, rank, BLOCK_R):
+                    rows = start + tl.arange(0, BLOCK_R)
+                    h = tl.load(
+                        h_ptr + which * h_capacity + h_row[:, None] + rows[None, :],
+                        mask=held[:, None] & (rows < rank)[None, :], other=0.0,
+                    )  # fmt: skip
+                    b = load_rows(
+                        pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
+                        (rows < rank)[:, None] & (granule * VALUES < width)[None, :], VALUES,
+                    )  # fmt: skip
+                    b = tl.reshape(b, [BLOCK_R, BLOCK_N])
+                    high = h.to(b.dtype)
+                    total = tl.dot(high, b, total, input_precision="ieee")
+                    if b.dtype != tl.float32:
+                        total = tl.dot((h - high.to(tl.float32)).to(b.dtype), b, total)
+                if e_offset >= 0:
+                    e = load_values(pages_ptr, page_map_ptr, own, e_offset, columns, in_slice, VALUES)
+                    total *= e.to(tl.float32)[None, :]
+            z = tl.load(y_ptr + where, mask=inside, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                z += tl.load(bias_ptr + origin + columns, mask=in_slice, other=0.0).to(tl.float32)[None, :]
+            if HAS_ROTATION:
+                if r_offset >= 0:
+                    row = tokens + tl.load(rot_position_ptr + token, mask=held, other=0) * SLICES + which
+                    place = row.to(tl.int64)[:, None] * N + origin + columns[None, :]
+                    z += tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
+            total += z
+            if ds_offset >= 0:
+                ds = load_values(pages_ptr, page_map_ptr, own, ds_offset, columns, in_slice, VALUES)
+                total += z * ds.to(tl.float32)[None, :]
+            if shift_offset >= 0:
+                total += load_shift(pages_ptr, page_map_ptr, own, shift_offset, columns, in_slice)[None, :]
+            tl.store(y_ptr + where, total.to(y_ptr.dtype.element_ty), mask=inside)
+    elif HAS_BIAS:
+        z = tl.load(y_ptr + where, mask=inside, other=0.0).to(tl.float32)
+        z += tl.load(bias_ptr + origin + columns, mask=in_slice, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + where, z.to(y_ptr.dtype.element_ty), mask=inside)

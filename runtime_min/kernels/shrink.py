@@ -1,0 +1,137 @@
+"""Decode shrink: `h = x A^T` for a row or a few rows per adapter, and for the rows of a shared pair together.
+
+Owned factors: a program holds a few rows of A over a run of K and multiplies in registers (no tensor cores: with one
+token per tenant there is nothing to reuse). Shared factors: sixteen tokens by sixteen rows of A on tensor cores, so
+the matrix is read once for all its tenants. Both kinds are records of one launch; runs of K leave partial sums that
+the expand adds in order, so no atomics are needed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from scute_compile.runtime_min.kernels.paging import (
+    A_OFFSET,
+    A_PAGES,
+    A_STRIDE,
+    PAIR,
+    RANK,
+    RECORD,
+    load_rows,
+)
+
+
+@triton.jit
+def _owned(
+    work, x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, seg_slot_ptr, seg_start_ptr, seg_rows_ptr,
+    row_h_ptr, sites, first_site, h_capacity,
+    K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    part = work % SPLIT
+    which = (work // SPLIT) % SLICES
+    packed = tl.load(work_ptr + work // (SPLIT * SLICES))
+    segment, rank_block = packed >> 12, packed & 4095
+    record = directory_ptr + (tl.load(seg_slot_ptr + segment) * sites + first_site + which) * RECORD
+    rank = tl.load(record + RANK)
+    first_page = tl.load(record + A_PAGES)
+    offset = tl.load(record + A_OFFSET)
+    stride = tl.load(record + A_STRIDE)
+    start, stop = tl.load(seg_start_ptr + segment), tl.load(seg_start_ptr + segment + 1)
+    rows = rank_block * ROWS + tl.arange(0, ROWS)
+    if (tl.load(record + PAIR) < 0) & (rank_block * ROWS < rank):
+        GRANULES: tl.constexpr = (K + VALUES - 1) // VALUES
+        RUN: tl.constexpr = (GRANULES + SPLIT - 1) // SPLIT
+        lanes = tl.arange(0, VALUES)
+        for position in range(start, stop):
+            token = tl.load(seg_rows_ptr + position)
+            total = tl.zeros([ROWS, STEP, VALUES], dtype=tl.float32)
+            for step in tl.static_range(0, RUN, STEP):
+                inside = step + tl.arange(0, STEP)
+                granule = part * RUN + inside
+                held = (inside < RUN) & (granule < GRANULES)
+                k = granule[:, None] * VALUES + lanes[None, :]
+                x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=held[:, None] & (k < K), other=0.0)
+                mask = (rows < rank)[:, None] & held[None, :]
+                a = load_rows(
+                    pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :], mask, VALUES
+                )
+                total += a.to(tl.float32) * x.to(tl.float32)[None, :, :]
+            h = tl.sum(tl.sum(total, axis=2), axis=1)
+            where = (part * SLICES + which) * h_capacity + tl.load(row_h_ptr + token) + rows
+            tl.store(h_ptr + where, h, mask=rows < rank)
+
+
+@triton.jit
+def _shared(
+    work, x_ptr, hs_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, block_ptr, pair_rows_ptr, pair_ptr,
+    row_slot_ptr, sites, first_site, hs_rows, hs_ranks,
+    K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    part = work % SPLIT
+    packed = tl.load(swork_ptr + work // SPLIT)
+    block, rank_block = packed >> 12, packed & 4095
+    pair = tl.load(block_ptr + block * 4)
+    first, count = tl.load(block_ptr + block * 4 + 1), tl.load(block_ptr + block * 4 + 2)
+    held = tl.arange(0, BLOCK_T) < count
+    token = tl.load(pair_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0)
+    slot = tl.load(row_slot_ptr + token, mask=held, other=0)
+    used = tl.zeros([BLOCK_T], dtype=tl.int32)
+    for which in tl.static_range(SLICES):
+        mine = tl.load(directory_ptr + (slot * sites + first_site + which) * RECORD + PAIR, mask=held, other=-1)
+        used += (mine == pair).to(tl.int32)
+    if tl.sum(used) > 0:  # a pair is one pair at all its sites; a site that no tenant adapts costs nothing
+        rank = tl.load(pair_ptr + pair * 8)
+        first_page, offset, stride = (
+            tl.load(pair_ptr + pair * 8 + 1), tl.load(pair_ptr + pair * 8 + 2), tl.load(pair_ptr + pair * 8 + 3)
+        )  # fmt: skip
+        RUN: tl.constexpr = ((K + SPLIT - 1) // SPLIT + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+        STEP: tl.constexpr = BLOCK_K // VALUES
+        rows = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
+        total = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+        for step in range(0, RUN, BLOCK_K):
+            k = part * RUN + step + tl.arange(0, BLOCK_K)
+            x = tl.load(
+                x_ptr + token.to(tl.int64)[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0
+            )
+            granule = (part * RUN + step) // VALUES + tl.arange(0, STEP)
+            mask = (rows < rank)[:, None] & (granule * VALUES < K)[None, :]
+            a = load_rows(
+                pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :], mask, VALUES
+            )
+            a = tl.reshape(a, [BLOCK_R, BLOCK_K])
+            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+        where = (part * hs_rows + first + tl.arange(0, BLOCK_T)[:, None]) * hs_ranks + rows[None, :]
+        tl.store(hs_ptr + where, total, mask=held[:, None] & (rows < rank)[None, :])
+
+
+@triton.jit
+def shrink_kernel(
+    x_ptr, h_ptr, hs_ptr, pages_ptr, page_map_ptr, directory_ptr, counts_ptr, row_slot_ptr, seg_slot_ptr,
+    seg_start_ptr, seg_rows_ptr, row_h_ptr, work_ptr, swork_ptr, block_ptr, pair_rows_ptr, pair_ptr,
+    sites, first_site, h_capacity, hs_rows, hs_ranks,
+    K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    SPLIT_S: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    HAS_OWNED: tl.constexpr, HAS_SHARED: tl.constexpr,
+):  # fmt: skip
+    """See `scute_compile.runtime_min.reference.shrink`. Programs take records in turn; the counts lie on the device."""
+    owned = tl.load(counts_ptr) * SLICES * SPLIT
+    shared = tl.load(counts_ptr + 1) * SPLIT_S
+    for work in range(tl.program_id(0), owned + shared, tl.num_programs(0)):
+        # shared records first: they are the longer ones
+        if HAS_SHARED:
+            if work < shared:
+                _shared(
+                    work, x_ptr, hs_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, block_ptr, pair_rows_ptr,
+                    pair_ptr, row_slot_ptr, sites, first_site, hs_rows, hs_ranks,
+                    K, SLICES, SPLIT_S, BLOCK_K, VALUES, BLOCK_T, BLOCK_R,
+                )  # fmt: skip
+        if HAS_OWNED:
+            if work >= shared:
+                _owned(
+                    work - shared, x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, seg_slot_ptr,
+                    seg_start_ptr, seg_rows_ptr, row_h_ptr, sites, first_site, h_capacity,
+                    K, SLICES, SPLIT, ROWS, STEP, VALUES,
+                )  # fmt: skip

@@ -1,0 +1,182 @@
+"""Fixed pages of device memory, of which any serves any adapter: nothing fragments and nothing ever moves.
+
+Adapters and a KV cache draw on one budget: the pool lends pages, whose numbers the borrower may address in `pages`, and
+takes them back.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import torch
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+from scute_compile.runtime_min.record import PAGE_BYTES, pages_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCounts:
+    """What the pages of a pool are used for. Units: pages, where nothing else is said."""
+
+    total: int
+    in_use: int
+    """Held by adapters and shared factors."""
+    lent: int
+    """Held by a borrower such as a KV cache."""
+    free: int
+    moved: int
+    """Copied from page to page to make room: always 0, since any free page serves as well as any other."""
+    payload: int
+    """Bytes of the tensors that the pages in use hold."""
+
+    @property
+    def wasted(self) -> int:
+        """Bytes of pages in use that hold no tensor: ends of last pages, and ends of granules."""
+        return self.in_use * PAGE_BYTES - self.payload
+
+    @property
+    def waste_ratio(self) -> float:
+        """Wasted bytes by bytes in use; 0 for an empty pool."""
+        return self.wasted / (self.in_use * PAGE_BYTES) if self.in_use else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Holding:
+    """Pages that one image holds."""
+
+    pages: torch.Tensor
+    """Physical page of each logical page: int32, on the CPU."""
+    payload: int
+    """Bytes of the tensors in them."""
+
+
+class PagePool:
+    """Pages of 2 KiB and the list of free ones. Not safe for several threads."""
+
+    def __init__(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate `pages`, `(num_pages, 2048 / itemsize)` in `dtype`, as zeros."""
+        self.pages = torch.zeros(num_pages, PAGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
+        # a stack whose upper end is taken first, so that a fresh pool fills from page 0
+        self._free = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32)
+        self._top = num_pages
+        self._taken = torch.zeros(num_pages, dtype=torch.bool)
+        self._lent = 0
+        self._payload = 0
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return self._top
+
+    @property
+    def counts(self) -> PageCounts:
+        """What the pages are used for at this moment."""
+        total = len(self._free)
+        return PageCounts(
+            total=total,
+            in_use=total - self._top - self._lent,
+            lent=self._lent,
+            free=self._top,
+            moved=0,
+            payload=self._payload,
+        )
+
+    def allocate(self, count: int, *, payload: int | None = None) -> Holding:
+        """Take `count` free pages.
+
+        Args:
+            count: Number of pages.
+            payload: Bytes of what will lie in them; None: all of it.
+
+        Raises:
+            ScuteError: SC805 when fewer are free.
+        """
+        payload = count * PAGE_BYTES if payload is None else payload
+        if pages_of(payload) > count:
+            raise ValueError(f"{payload} bytes do not fit into {count} pages")
+        pages = self._take(count, "adapters")
+        self._payload += payload
+        return Holding(pages=pages, payload=payload)
+
+    def release(self, holding: Holding) -> None:
+        """Give back pages that `allocate` returned."""
+        self._return(holding.pages)
+        self._payload -= holding.payload
+
+    def lend(self, count: int) -> torch.Tensor:
+        """Lend `count` free pages and return their numbers: int32, on the CPU.
+
+        Raises:
+            ScuteError: SC805 when fewer are free.
+        """
+        pages = self._take(count, "a loan")
+        self._lent += count
+        return pages
+
+    def reclaim(self, pages: torch.Tensor) -> None:
+        """Take back lent pages, all of a loan or a part of it."""
+        self._return(pages)
+        self._lent -= len(pages)
+
+    def _take(self, count: int, purpose: str) -> torch.Tensor:
+        if count > self._top:
+            counts = self.counts
+            fail(
+                Code.SC805,
+                where=purpose,
+                found=f"{count * PAGE_BYTES} bytes needed, {counts.free * PAGE_BYTES} free "
+                f"({counts.in_use * PAGE_BYTES} hold adapters, {counts.lent * PAGE_BYTES} are lent)",
+                expected=f"at most the free part of {counts.total * PAGE_BYTES} bytes",
+                next="make the pool larger, or evict or reclaim first",
+            )
+        self._top -= count
+        pages = self._free[self._top : self._top + count].flip(0)
+        self._taken[pages.long()] = True
+        return pages
+
+    def _return(self, pages: torch.Tensor) -> None:
+        if not bool(self._taken[pages.long()].all()):
+            raise ValueError("a page was given back twice")
+        self._taken[pages.long()] = False
+        self._free[self._top : self._top + len(pages)] = pages.flip(0)
+        self._top += len(pages)
+
+
+class MapRanges:
+    """Runs of consecutive entries of the page map, best fit first; entries are 4 bytes for each page of 2 KiB."""
+
+    def __init__(self, entries: int) -> None:
+        self._entries = entries
+        self._free: list[tuple[int, int]] = [(0, entries)]
+
+    @property
+    def free(self) -> int:
+        """Entries in no run, wherever they lie."""
+        return sum(length for _, length in self._free)
+
+    def allocate(self, count: int) -> int | None:
+        """Return the start of a run of `count` entries, or None when no gap is long enough."""
+        fitting = [(length, start) for start, length in self._free if length >= count]
+        if not fitting:
+            return None
+        length, start = min(fitting)
+        position = bisect.bisect_left(self._free, (start, length))
+        self._free[position : position + 1] = [(start + count, length - count)] if length > count else []
+        return start
+
+    def release(self, start: int, count: int) -> None:
+        """Give back a run; it joins the gaps beside it."""
+        position = bisect.bisect_left(self._free, (start, count))
+        if position < len(self._free) and self._free[position][0] == start + count:
+            count += self._free.pop(position)[1]
+        if position and sum(self._free[position - 1]) == start:
+            position -= 1
+            start, length = self._free.pop(position)
+            count += length
+        self._free.insert(position, (start, count))
+
+    def clear(self) -> None:
+        """Forget all runs."""
+        self._free = [(0, self._entries)]

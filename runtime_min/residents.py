@@ -1,0 +1,236 @@
+"""What lies on the device: adapters, shared factors by reference, pairs; and what to evict to make room.
+
+Everything here is bookkeeping on the host; `scute_compile.runtime_min.device_memory` writes to the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from scute_compile.runtime_min.device_memory import DeviceMemory
+from scute_compile.runtime_min.image import AdapterImage, FactorImage, PairWindow
+from scute_compile.runtime_min.page_pool import Holding, MapRanges, PagePool
+from scute_compile.runtime_min.record import Field
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Placed:
+    """Pages of one image, and where they stand in the page map."""
+
+    holding: Holding
+    start: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Resident:
+    """One adapter on the device."""
+
+    image: AdapterImage
+    slot: int
+    own: Placed
+    pairs: tuple[int, ...]
+    """Rows of `pairs`, by the image's own numbers."""
+    uses: int = 0
+    """Running steps that read it."""
+    pinned: bool = False
+    last_use: torch.cuda.Event | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it must not be evicted."""
+        return self.pinned or self.uses > 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Factor:
+    image: FactorImage
+    placed: Placed
+    references: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Pair:
+    window: PairWindow
+    index: int
+    references: int = 0
+
+
+class Residents:
+    """Places images on the device and takes them off again; decides nothing about who must go."""
+
+    def __init__(self, memory: DeviceMemory, pool: PagePool) -> None:
+        self._memory, self._pool = memory, pool
+        self._ranges = MapRanges(len(memory.page_map))
+        self._slots = list(range(len(memory.directory) - 1, -1, -1))
+        self._pair_rows = list(range(len(memory.pairs) - 1, -1, -1))
+        self._factors: dict[str, _Factor] = {}
+        self._pairs: dict[tuple[str, int, str, int], _Pair] = {}
+        self._placed: list[Resident] = []
+        self.map_moved = 0
+        """Entries of the page map that were rewritten to close gaps; pages themselves never move."""
+
+    def __iter__(self) -> Iterator[Resident]:
+        return iter(self._placed)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots without an adapter."""
+        return len(self._slots)
+
+    @property
+    def map_free(self) -> int:
+        """Entries of the page map that no image uses."""
+        return self._ranges.free
+
+    @property
+    def factors(self) -> Iterable[FactorImage]:
+        """Shared factors on the device."""
+        return (factor.image for factor in self._factors.values())
+
+    def pages_needed(self, image: AdapterImage, *, alone: bool = False) -> int:
+        """Return the pages that an adapter takes now, or would take if it were `alone`."""
+        return image.pages + sum(f.pages for f in image.factors if alone or f.key not in self._factors)
+
+    def fits(self, image: AdapterImage) -> bool:
+        """Return whether slots, pages, pairs and the page map have room, gaps in the page map closed."""
+        return self.victims(image, ()) == ()
+
+    def victims(self, image: AdapterImage | int, candidates: Iterable[Resident]) -> tuple[Resident, ...] | None:
+        """Return the first candidates that must go before an image fits, or None when all of them are too few.
+
+        A shared factor goes with the last adapter that uses it, unless the new one needs it too. For a number of pages
+        (a loan), pages alone count.
+        """
+        adapter = image if isinstance(image, AdapterImage) else None
+        needed = image if isinstance(image, int) else self.pages_needed(image)
+        factors = Counter({key: factor.references for key, factor in self._factors.items()})
+        pairs = Counter({key: pair.references for key, pair in self._pairs.items()})
+        new_pairs = 0
+        if adapter is not None:
+            factors.update(factor.key for factor in adapter.factors)
+            new_pairs = sum(pair.key not in self._pairs for pair in adapter.pairs)
+            pairs.update(pair.key for pair in adapter.pairs)
+        free, slots, rows, map_free = self._pool.free, len(self._slots), len(self._pair_rows), self._ranges.free
+        chosen: list[Resident] = []
+        waiting = iter(candidates)
+        while needed > free or (adapter is not None and (slots < 1 or new_pairs > rows or needed > map_free)):
+            if (victim := next(waiting, None)) is None:
+                return None
+            chosen.append(victim)
+            slots += 1
+            freed = victim.image.pages
+            for factor in victim.image.factors:
+                factors[factor.key] -= 1
+                freed += 0 if factors[factor.key] else factor.pages
+            for pair in victim.image.pairs:
+                pairs[pair.key] -= 1
+                rows += not pairs[pair.key]
+            free, map_free = free + freed, map_free + freed
+        return tuple(chosen)
+
+    def gap_for(self, image: AdapterImage) -> bool:
+        """Return whether the page map has a gap for each image; `close_gaps` makes one where room is left."""
+        lengths = [image.pages, *(f.pages for f in image.factors if f.key not in self._factors)]
+        taken = [(self._ranges.allocate(length), length) for length in lengths]
+        for start, length in taken:
+            if start is not None:
+                self._ranges.release(start, length)
+        return all(start is not None for start, _ in taken)
+
+    def place(self, image: AdapterImage) -> Resident:
+        """Bring an adapter in for which there is room, with the shared factors that aren't there yet."""
+        for factor in image.factors:
+            entry = self._factors.get(factor.key)
+            if entry is None:
+                placed = self._place(factor.buffer, factor.pages, factor.payload)
+                entry = self._factors[factor.key] = _Factor(image=factor, placed=placed)
+            entry.references += 1
+        resident = Resident(
+            image=image,
+            slot=self._slots.pop(),
+            own=self._place(image.buffer, image.pages, image.payload),
+            pairs=tuple(self._hold_pair(pair) for pair in image.pairs),
+        )
+        self._placed.append(resident)
+        self._write_records(resident)
+        return resident
+
+    def take_off(self, resident: Resident) -> None:
+        """Free what an adapter holds, and the shared factors that no other uses; kernels find an empty record."""
+        self._memory.write_after(resident.last_use)
+        self._placed.remove(resident)
+        empty = torch.full_like(resident.image.records, -1)
+        empty[:, [Field.RANK, Field.R_BLOCK, Field.R_SHARED]] = 0
+        self._memory.write_records(resident.slot, empty)
+        self._slots.append(resident.slot)
+        self._free(resident.own)
+        for pair in resident.image.pairs:
+            entry = self._pairs[pair.key]
+            entry.references -= 1
+            if not entry.references:
+                self._pair_rows.append(self._pairs.pop(pair.key).index)
+        for factor in resident.image.factors:
+            held = self._factors[factor.key]
+            held.references -= 1
+            if not held.references:
+                self._free(self._factors.pop(factor.key).placed)
+
+    def close_gaps(self) -> None:
+        """Rewrite the page map without gaps; no step may be running that was not given to the current stream."""
+        self._memory.settle()
+        self._ranges.clear()
+        placed = [factor.placed for factor in self._factors.values()] + [resident.own for resident in self._placed]
+        for item in placed:
+            start = self._ranges.allocate(len(item.holding.pages))
+            if start is None:
+                raise RuntimeError("the page map is smaller than what it held")
+            item.start = start
+        self._memory.write_map([item.holding.pages for item in placed])
+        for pair in self._pairs.values():
+            self._write_pair(pair)
+        for resident in self._placed:
+            self._write_records(resident)
+        self.map_moved += sum(len(item.holding.pages) for item in placed)
+
+    def _place(self, buffer: torch.Tensor, pages: int, payload: int) -> Placed:
+        start = self._ranges.allocate(pages)
+        if start is None:
+            raise RuntimeError("the page map has no gap: gap_for was not asked")
+        holding = self._pool.allocate(pages, payload=payload)
+        self._memory.write_image(buffer, holding.pages, start)
+        return Placed(holding=holding, start=start)
+
+    def _free(self, placed: Placed) -> None:
+        self._ranges.release(placed.start, len(placed.holding.pages))
+        self._pool.release(placed.holding)
+
+    def _hold_pair(self, window: PairWindow) -> int:
+        entry = self._pairs.get(window.key)
+        if entry is None:
+            entry = self._pairs[window.key] = _Pair(window=window, index=self._pair_rows.pop())
+            self._write_pair(entry)
+        entry.references += 1
+        return entry.index
+
+    def _write_pair(self, pair: _Pair) -> None:
+        a, b = pair.window.a, pair.window.b
+        a_start, b_start = (self._factors[window.factor.key].placed.start for window in (a, b))
+        row = (pair.window.rank, a_start, a.offset, a.stride, b_start, b.offset, b.stride)
+        self._memory.write_pair(pair.index, row)
+
+    def _write_records(self, resident: Resident) -> None:
+        records = resident.image.records.clone()
+        pair = records[:, Field.PAIR].clone()
+        for field in (Field.A_PAGES, Field.B_PAGES, Field.OWN_PAGES):
+            column = records[:, field]
+            column[column >= 0] += resident.own.start
+        for number, window in enumerate(resident.image.pairs):
+            at = pair == number
+            records[at, Field.A_PAGES] = self._factors[window.a.factor.key].placed.start
+            records[at, Field.B_PAGES] = self._factors[window.b.factor.key].placed.start
+            records[at, Field.PAIR] = resident.pairs[number]
+        self._memory.write_records(resident.slot, records)
