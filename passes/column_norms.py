@@ -24,6 +24,9 @@ from scute_compile.passes.scale import NormPlan, plan_norm
 CANCELLING = 4.0
 """`|c A B| / |W + c A B|` of a column from which on float32 products lose too much: they leave about 1e-7 of `c A B`."""
 
+RUN = 1024
+"""Entries whose squares are summed in float32 at most; a sum of 28672 squares of bfloat16 values is off by 3e-6."""
+
 
 @dataclass(frozen=True, slots=True)
 class NormRequest:
@@ -57,7 +60,7 @@ def stream_norms(
     by_weight: dict[tuple[str, bool], list[NormRequest]] = defaultdict(list)
     for request in requests:
         by_weight[request.norm.weight.key, request.norm.transposed].append(request)
-    with _single_threads() as pool:
+    with _pool() as pool:
         totals = pool.map(partial(_weight_norms, read_tiles, evaluate), by_weight.values())
         for wanted, norms in zip(by_weight.values(), totals, strict=True):
             advance(math.prod(wanted[0].norm.weight.shape))
@@ -65,19 +68,27 @@ def stream_norms(
 
 
 @contextmanager
-def _single_threads() -> Iterator[ThreadPoolExecutor]:
-    """Give as many threads as torch would use for one operation, and let torch use one for each operation.
+def one_thread_per_operation() -> Iterator[int]:
+    """Keep torch from splitting operations among threads, and give the number of threads that it would have used.
 
-    A tile is too small to be worth a barrier between threads, and on a busy machine barriers cost most of the time.
+    What is computed here in one go is too small to be worth a barrier; on a busy machine barriers cost most of the time.
     """
     threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     torch.set_num_threads(1)
     try:
-        yield pool
+        yield threads
     finally:
-        pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    with one_thread_per_operation() as threads:
+        pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _weight_norms(
@@ -85,8 +96,14 @@ def _weight_norms(
 ) -> list[npt.NDArray[np.float64]]:
     plan = plan_norm(wanted[0].norm)
     factors = [_Factors.of(request, evaluate) for request in wanted]
-    norms = _transposed_norms if wanted[0].norm.transposed else _row_norms
-    return [total.numpy() for total in norms(plan, factors, read_tiles(plan))]
+    if wanted[0].norm.transposed:
+        return [total.numpy() for total in _transposed_norms(plan, factors, read_tiles)]
+    totals = _row_norms(plan, factors, read_tiles)
+    for total, factor in zip(totals, factors, strict=True):
+        cancelling = factor.product_norms() > CANCELLING * total
+        if bool(cancelling.any()):
+            _correct(total, cancelling, plan, factor, read_tiles)
+    return [total.numpy() for total in totals]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,31 +119,38 @@ class _Factors:
         return cls(torch.from_numpy(a), torch.from_numpy(b.T * request.norm.c).contiguous())
 
     def product_norms(self) -> torch.Tensor:
-        """Return `|c A B|` by column, `(out,)`, from the factors' Gram matrix: no product is formed."""
+        """Return `|c A B|` by column, `(out,)`, from A's Gram matrix: the product is not formed."""
         return ((self.b @ (self.a @ self.a.T)) * self.b).sum(1).clamp(min=0).sqrt()
 
 
-def _row_norms(plan: NormPlan, factors: list[_Factors], tiles: Iterator[torch.Tensor]) -> list[torch.Tensor]:
-    """Rows are outputs: each tile finishes its rows, in float32; columns that cancel are computed in float64."""
+def _row_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
+    """Rows are outputs: each tile finishes its rows; products in float32, and sums as far as one run."""
     totals = [torch.empty(plan.rows, dtype=torch.float64) for _ in factors]
-    narrow = [(factor.a.float(), factor.b.float(), factor.product_norms()) for factor in factors]
-    sums = torch.empty(plan.rows_per_tile, plan.row_width)
-    for (start, stop), tile in zip(plan.tiles(), tiles, strict=True):
-        for total, factor, (a, b, product_norms) in zip(totals, factors, narrow, strict=True):
+    narrow = [(factor.a.float(), factor.b.float()) for factor in factors]
+    sums, run = torch.empty(plan.rows_per_tile, plan.row_width), math.gcd(plan.row_width, RUN)
+    for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
+        for total, (a, b) in zip(totals, narrow, strict=True):
             columns = sums[: stop - start].copy_(tile).addmm_(b[start:stop], a)
-            norms = total[start:stop].copy_(torch.linalg.vector_norm(columns, dim=1))
-            cancelling = product_norms[start:stop] > CANCELLING * norms
-            if cancelling.any():
-                exact = torch.addmm(tile[cancelling].double(), factor.b[start:stop][cancelling], factor.a)
-                norms[cancelling] = torch.linalg.vector_norm(exact, dim=1)
+            runs = torch.linalg.vector_norm(columns.view(stop - start, -1, run), dim=2)
+            torch.linalg.vector_norm(runs, dim=1, dtype=torch.float64, out=total[start:stop])
     return totals
 
 
-def _transposed_norms(plan: NormPlan, factors: list[_Factors], tiles: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+def _correct(
+    total: torch.Tensor, cancelling: torch.Tensor, plan: NormPlan, factor: _Factors, read_tiles: ReadTiles
+) -> None:
+    """Compute the norms of cancelling columns again, in float64: an unusual adapter's weight is read a second time."""
+    for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
+        chosen = cancelling[start:stop]
+        exact = torch.addmm(tile[chosen].double(), factor.b[start:stop][chosen], factor.a)
+        total[start:stop][chosen] = torch.linalg.vector_norm(exact, dim=1)
+
+
+def _transposed_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
     """Rows are inputs (Conv1D): squares add up over the tiles, in float64, always in the same order."""
     totals = [torch.zeros(plan.row_width, dtype=torch.float64) for _ in factors]
     sums = torch.empty(plan.rows_per_tile, plan.row_width, dtype=torch.float64)
-    for (start, stop), tile in zip(plan.tiles(), tiles, strict=True):
+    for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         for total, factor in zip(totals, factors, strict=True):
             entries = sums[: stop - start].copy_(tile).addmm_(factor.a[:, start:stop].T, factor.b.T)
             total += entries.square_().sum(0)

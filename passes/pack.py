@@ -23,7 +23,7 @@ from scute_compile.formats.reading import opened
 from scute_compile.formats.safetensors_file import read_exactly, read_tensor
 from scute_compile.formats.safetensors_writer import SafetensorsWriter, sha256_of
 from scute_compile.ir import Program, Site
-from scute_compile.passes.column_norms import NormRequest, stream_norms
+from scute_compile.passes.column_norms import NormRequest, one_thread_per_operation, stream_norms
 from scute_compile.passes.evaluate import Array, evaluate
 from scute_compile.passes.records import finding_record, note_record, site_record, site_slices
 from scute_compile.passes.rounding import TooNarrow, factor_digest, raw_bytes, rounded
@@ -70,11 +70,12 @@ def read_norms(
             raise AssertionError(plan.key)
         width = stored.entry.nbytes // plan.rows
         buffer = np.empty(plan.rows_per_tile * width, np.uint8)
+        tile = torch.from_numpy(buffer).view(TORCH_DTYPES[stored.entry.dtype]).view(plan.rows_per_tile, -1)
         with opened(stored.file) as file:
             file.seek(stored.entry.begin)
             for start, stop in plan.tiles():
-                raw = read_exactly(file, buffer[: (stop - start) * width], stored.file)
-                yield torch.from_numpy(raw).view(TORCH_DTYPES[stored.entry.dtype]).view(stop - start, -1)
+                read_exactly(file, buffer[: (stop - start) * width], stored.file)
+                yield tile[: stop - start]
 
     def value(owner: int, x: Expression) -> Array:
         return evaluate(x, _reader(packages[owner].adapter, base), {}, lambda array: array)
@@ -119,7 +120,7 @@ def pack(package: Package, base: BaseCheckpoint, norms: Norms, store: Path) -> P
 
 
 def _pack_as(dtype: DType, package: Package, base: BaseCheckpoint, norms: Norms, store: Path) -> Path:
-    with new_artifact(store, package.name) as folder:
+    with new_artifact(store, package.name) as folder, one_thread_per_operation():
         values = _Values(package, base, norms, dtype)
         factors = _write_factors(values, package.program.sites, store)
         sites = tuple(

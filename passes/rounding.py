@@ -43,7 +43,7 @@ def rounded(values: Array, dtype: DType, where: str) -> torch.Tensor:
     """
     exact = torch.from_numpy(np.ascontiguousarray(values))
     tensor = exact.to(getattr(torch, dtype.value))
-    if not bool(torch.isfinite(tensor).all()):
+    if tensor.numel() and not all(edge.isfinite() for edge in torch.aminmax(tensor)):  # a NaN anywhere is both edges
         raise TooNarrow(where, f"largest value {float(exact.abs().max()):.6g}", dtype)
     if dtype is DType.FLOAT16:
         wide = exact.double()

@@ -11,14 +11,16 @@ from contextlib import contextmanager
 
 import torch
 
-from scute_compile.runtime_min.record import FIELDS, PAGE_BYTES, PAIR_FIELDS, absent_records
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+from scute_compile.runtime_min.record import PAGE_BYTES, absent_records
 
 STAGING_PAGES = 131072
 """An image larger than this (256 MiB) comes in by several copies, so that staging never doubles the pool."""
 
 
 class DeviceMemory:
-    """Pages, page map, directory and pairs of one device."""
+    """Pages, page map and directory of one device."""
 
     pages: torch.Tensor
     """`(num_pages, values per page)`."""
@@ -26,16 +28,14 @@ class DeviceMemory:
     """int32: the physical page of each logical page of every resident image."""
     directory: torch.Tensor
     """int32 `(slots, sites, 16)`; `scute_compile.runtime_min.record.Field` names the fields."""
-    pairs: torch.Tensor
-    """int32 `(pairs, 8)`: rank, then pages, offset and stride of A, then of B."""
 
-    def __init__(self, pages: torch.Tensor, *, slots: int, sites: int, map_entries: int, pairs: int) -> None:
+    def __init__(self, pages: torch.Tensor, *, slots: int, sites: int, map_entries: int) -> None:
         device = pages.device
         self.pages = pages
         self.page_map = torch.zeros(map_entries, dtype=torch.int32, device=device)
-        self.directory = absent_records(slots * sites).view(slots, sites, FIELDS).to(device)
-        self.pairs = torch.zeros(pairs, PAIR_FIELDS, dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._absent = absent_records(sites).to(device)
+        self.directory = self._absent.repeat(slots, 1, 1)
+        self._stream = _stream(device) if device.type == "cuda" else None
         self._written: torch.cuda.Event | None = None
         self.settle()
 
@@ -44,27 +44,49 @@ class DeviceMemory:
         """Whether host memory should be pinned for this device."""
         return self._stream is not None
 
-    def write_image(self, buffer: torch.Tensor, pages: torch.Tensor, start: int) -> None:
+    def stage(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Start the long copy of an image, or of its first 256 MiB, before anything is decided about its pages.
+
+        Raises:
+            ScuteError: SC805 when the device has no memory left beside the pool.
+        """
+        part = buffer[: STAGING_PAGES * PAGE_BYTES]
+        try:
+            with self._writing():
+                return part.to(self.pages.device, non_blocking=True, copy=True)
+        except torch.OutOfMemoryError:
+            fail(
+                Code.SC805,
+                where="staging memory",
+                found=f"no {len(part)} bytes left on the device beside the pool",
+                expected="room to stage an adapter that comes in",
+                next="make the pool smaller, or give other tensors of the process back",
+            )
+
+    def write_image(
+        self, buffer: torch.Tensor, pages: torch.Tensor, start: int, *, staged: torch.Tensor | None = None
+    ) -> None:
         """Bring an image in: one contiguous copy into staging memory, and one scatter to its pages.
 
         Args:
             buffer: The image's bytes on the host, whole pages.
             pages: Its physical pages, int32 on the host; they go to `page_map` from `start` on.
             start: First entry in `page_map`.
+            staged: What `stage` returned for it.
+
+        Raises:
+            ScuteError: As `stage`.
         """
         count = len(pages)
-        with self._writing():
-            entries = self.page_map[start : start + count]
-            # eight bytes at a time: pages are moved, not computed with
-            target = self.pages.view(torch.int64)
-            for first in range(0, count, STAGING_PAGES):
-                last = min(first + STAGING_PAGES, count)
-                staging = torch.empty((last - first) * PAGE_BYTES, dtype=torch.uint8, device=self.pages.device)
-                # the long copy starts before the host prepares anything else
-                staging.copy_(buffer[first * PAGE_BYTES : last * PAGE_BYTES], non_blocking=True)
-                if first == 0:
-                    entries.copy_(self._pinned(pages), non_blocking=True)
-                target.index_copy_(0, entries[first:last].long(), staging.view(torch.int64).view(last - first, -1))
+        # eight bytes at a time: pages are moved, not computed with
+        target = self.pages.view(torch.int64)
+        for first in range(0, count, STAGING_PAGES):
+            last = min(first + STAGING_PAGES, count)
+            part = self.stage(buffer[first * PAGE_BYTES :]) if first or staged is None else staged
+            with self._writing():
+                entries = self.page_map[start + first : start + last]
+                entries.copy_(self._pinned(pages[first:last]), non_blocking=True)
+                target.index_copy_(0, entries.long(), part.view(torch.int64).view(last - first, -1))
 
     def write_map(self, pages: Sequence[torch.Tensor]) -> None:
         """Replace the page map's beginning by the pages of all images, one image after the other."""
@@ -73,16 +95,15 @@ class DeviceMemory:
             with self._writing():
                 self.page_map[: len(entries)].copy_(entries, non_blocking=True)
 
+    def clear_records(self, slot: int) -> None:
+        """Let a slot hold no adapter."""
+        with self._writing():
+            self.directory[slot].copy_(self._absent)
+
     def write_records(self, slot: int, records: torch.Tensor) -> None:
         """Write the directory records `(sites, 16)` of a slot."""
         with self._writing():
             self.directory[slot].copy_(self._pinned(records), non_blocking=True)
-
-    def write_pair(self, index: int, values: Sequence[int]) -> None:
-        """Write one row of `pairs`."""
-        with self._writing():
-            row = torch.tensor([*values, 0], dtype=torch.int32)
-            self.pairs[index].copy_(self._pinned(row), non_blocking=True)
 
     def wait(self) -> None:
         """Make the current stream wait for all writes so far; the host doesn't wait."""
@@ -93,7 +114,7 @@ class DeviceMemory:
         """Return an event after everything that the current stream was given: the end of a step."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()
+        event = _event()
         event.record(torch.cuda.current_stream(self.pages.device))
         return event
 
@@ -113,9 +134,17 @@ class DeviceMemory:
             return
         with torch.cuda.stream(self._stream):
             yield
-        self._written = torch.cuda.Event()
+        self._written = _event()
         self._written.record(self._stream)
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a pinned copy, which PyTorch keeps until the copies from it are done."""
         return tensor.pin_memory() if self.pin else tensor
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # PyTorch leaves it without annotations
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call] # likewise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from scute_compile.runtime_min.record import GRANULE_BYTES, PAGE_GRANULES, granules
+from scute_compile.runtime_min.device_memory import DeviceMemory
+from scute_compile.runtime_min.record import GRANULE_BYTES, PAGE_GRANULES, Field, granules
 
 
 def read_rows(
@@ -53,3 +54,38 @@ def read_run(
         pages, page_map, first_page=first_page, offset=offset, stride=0, shape=(1, count), dtype=dtype
     )  # fmt: skip
     return row.reshape(shape)
+
+
+_FACTORS = {
+    Field.A_OFFSET: (Field.A_PAGES, Field.A_STRIDE),
+    Field.B_OFFSET: (Field.B_PAGES, Field.B_STRIDE),
+}
+
+
+def read_field(memory: DeviceMemory, slot: int, site: int, field: Field, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of a resident adapter as the directory leads to it.
+
+    Args:
+        memory: What lies on the device.
+        slot: The adapter's place in the directory.
+        site: The layer's index.
+        field: One of the fields `*_OFFSET`.
+        shape: Of the result: two dimensions for A and B, any for the others.
+
+    Raises:
+        ValueError: The record says that the tensor is absent, or `field` is no offset.
+    """
+    record = memory.directory[slot, site].tolist()
+    if not field.name.endswith("_OFFSET") or record[field] < 0:
+        raise ValueError(f"{field.name} of site {site} is absent in slot {slot}")
+    if field in _FACTORS:
+        first_page, stride = (record[part] for part in _FACTORS[field])
+        rows, width = shape
+        return read_rows(
+            memory.pages, memory.page_map, first_page=first_page, offset=record[field], stride=stride,
+            shape=(rows, width), dtype=memory.pages.dtype,
+        )  # fmt: skip
+    return read_run(
+        memory.pages, memory.page_map, first_page=record[Field.OWN_PAGES], offset=record[field], shape=shape,
+        dtype=torch.float32 if field is Field.SHIFT_OFFSET else memory.pages.dtype,
+    )  # fmt: skip

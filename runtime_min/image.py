@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -109,8 +109,12 @@ class AdapterImage:
     payload: int
     """Bytes of its tensors, without padding and without shared factors."""
     records: torch.Tensor
-    """int32 `(sites, 16)`: its directory records, with page starts of 0 and `PAIR` counting in `pairs`."""
+    """int32 `(sites, 16)`: its directory records, with page starts of 0 and `PAIR` counting in its own `pairs`."""
     pairs: tuple[PairWindow, ...]
+    own_rank: int
+    """Largest rank of its own terms; 0 without any."""
+    rotated: bool
+    """Whether it turns the input of any site."""
 
     @property
     def pages(self) -> int:
@@ -122,11 +126,12 @@ class AdapterImage:
         """The shared factors that it needs, each once."""
         return tuple({window.factor.key: window.factor for pair in self.pairs for window in (pair.a, pair.b)}.values())
 
-    @property
-    def ranks(self) -> Mapping[int, int]:
-        """Rank of the low-rank term by site index, where there is one."""
-        ranks = self.records[:, Field.RANK]
-        return {int(site): int(ranks[site]) for site in ranks.nonzero().flatten()}
+
+def host_bytes(images: Iterable[AdapterImage]) -> int:
+    """Return the bytes of images in host memory, shared factors counted once."""
+    listed = list(images)
+    factors = {factor.key: factor for image in listed for factor in image.factors}
+    return sum(len(image.buffer) for image in listed) + sum(len(factor.buffer) for factor in factors.values())
 
 
 @dataclass(slots=True)
@@ -212,7 +217,8 @@ def pack_adapter(
         ScuteError: SC402 when a layer doesn't exist or has other shapes.
     """
     index = {site.name: number for number, site in enumerate(sites)}
-    layout, pairs = _Layout(dtype=dtype), {}
+    layout = _Layout(dtype=dtype)
+    pairs: dict[tuple[str, int, str, int], tuple[int, PairWindow]] = {}
     records = absent_records(len(sites))
     for site_name, content in contents.items():
         if site_name not in index:
@@ -239,6 +245,8 @@ def pack_adapter(
         payload=layout.payload,
         records=records,
         pairs=tuple(pair for _, pair in pairs.values()),
+        own_rank=int((records[:, Field.RANK] * (records[:, Field.PAIR] < 0)).max()) if sites else 0,
+        rotated=bool((records[:, Field.R_OFFSET] >= 0).any()),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -10,7 +12,7 @@ from safetensors import SafetensorError
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
 from scute_compile.expressions import Ranges, width
-from scute_compile.formats.artifact import Artifact
+from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
 from scute_compile.formats.layout import file_layout, tensor_name
 from scute_compile.formats.manifest import SharedWindow, SiteRecord, TermRecord
@@ -34,7 +36,7 @@ Factors = MutableMapping[str, FactorImage]
 
 
 def read_adapter(
-    artifact: Artifact,
+    source: Artifact | Path,
     sites: Sequence[SiteSlot],
     dtype: torch.dtype,
     *,
@@ -48,7 +50,7 @@ def read_adapter(
     """Read one rank's file, and the shared factors that it names, into an image.
 
     Args:
-        artifact: An opened artifact.
+        source: An opened artifact, or the folder of one.
         sites: The model's layers as the rank holds them, in the order of the directory.
         dtype: The pool's dtype.
         name: The adapter's id; the artifact's own name when empty.
@@ -61,8 +63,9 @@ def read_adapter(
     Raises:
         ScuteError: SC801 (another tp or dtype), SC402 (another base), SC803 (terms that mix own and shared factors,
             or several shared ones at a site), SC320 (values that the pool's dtype can't hold), SC603 (a file that was
-            damaged after the artifact was opened).
+            damaged after the artifact was opened), and what `open_artifact` raises.
     """
+    artifact = source if isinstance(source, Artifact) else open_artifact(source)
     name = name or artifact.manifest.name
     _check_target(artifact, name, tp=tp, dtype=dtype, convert=convert)
     known: Factors = {} if factors is None else factors
@@ -72,10 +75,10 @@ def read_adapter(
         if changed := [key for key, (_, shape) in layout.items() if stored[key].shape != shape]:
             raise OSError(f"`{changed[0]}` has another shape than before")  # noqa: TRY301 - one message for all
         tensors = {key: _fitting(value, key, dtype) for key, value in stored.items()}
-        contents = {
-            record.name: _content(artifact, name, record, rank, tensors, dtype, known, pin=pin)
-            for record in artifact.manifest.sites
-        }
+        reader = _Reader(
+            artifact=artifact, name=name, rank=rank, dtype=dtype, tensors=tensors, factors=known, pin=pin
+        )  # fmt: skip
+        contents = {record.name: reader.site(record) for record in artifact.manifest.sites}
     except (OSError, SafetensorError, KeyError) as error:
         fail(
             Code.SC603,
@@ -126,43 +129,61 @@ def _fitting(tensor: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor
     return rounded
 
 
-def _content(
-    artifact: Artifact,
-    name: str,
-    record: SiteRecord,
-    rank: int,
-    tensors: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    factors: Factors,
-    *,
-    pin: bool,
-) -> SiteContent:
-    def held(slot: str, number: int | None = None) -> torch.Tensor | None:
-        return tensors.get(tensor_name(record.name, slot, number))
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Reader:
+    """What reading one site needs, beside the site's record."""
 
-    shared: SharedTerm | None = None
-    terms: list[TermSlots] = []
-    for number, term in enumerate(record.terms):
-        _check_term(name, record, number, term)
-        if term.a is None or term.b is None:
-            a, b = (tensors[tensor_name(record.name, slot, number)] for slot in ("A", "B"))
-            terms.append(TermSlots(a=a, b=b))
-            continue
-        pair = PairWindow(
-            a=_window(artifact, term.a, record.inputs[rank], dtype, factors, pin=pin),
-            b=_window(artifact, term.b, record.outputs[rank], dtype, factors, pin=pin),
+    artifact: Artifact
+    name: str
+    rank: int
+    dtype: torch.dtype
+    tensors: Mapping[str, torch.Tensor]
+    factors: Factors
+    pin: bool
+
+    def site(self, record: SiteRecord) -> SiteContent:
+        """Return the rank's tensors of a site."""
+
+        def held(slot: str, number: int | None = None) -> torch.Tensor | None:
+            return self.tensors.get(tensor_name(record.name, slot, number))
+
+        shared: SharedTerm | None = None
+        terms: list[TermSlots] = []
+        for number, term in enumerate(record.terms):
+            _check_term(self.name, record, number, term)
+            if term.a is None or term.b is None:
+                a, b = (self.tensors[tensor_name(record.name, slot, number)] for slot in ("A", "B"))
+                terms.append(TermSlots(a=a, b=b))
+                continue
+            pair = PairWindow(
+                a=self.window(term.a, record.inputs[self.rank]), b=self.window(term.b, record.outputs[self.rank])
+            )
+            shared = SharedTerm(pair=pair, d=held("d", number), e=held("e", number))
+        slots = SiteSlots(
+            rotation=record.rotation.kind if record.rotation else None,
+            delta=held("dR"),
+            ds=held("ds"),
+            b=held("b") if record.shift_rank in (-1, self.rank) else None,
+            terms=tuple(terms),
         )
-        shared = SharedTerm(pair=pair, d=held("d", number), e=held("e", number))
-    slots = SiteSlots(
-        rotation=record.rotation.kind if record.rotation else None,
-        delta=held("dR"),
-        ds=held("ds"),
-        b=held("b") if record.shift_rank in (-1, rank) else None,
-        terms=tuple(terms),
-    )
-    return SiteContent(
-        in_features=width(record.inputs[rank]), out_features=width(record.outputs[rank]), slots=slots, shared=shared
-    )
+        inputs, outputs = width(record.inputs[self.rank]), width(record.outputs[self.rank])
+        return SiteContent(in_features=inputs, out_features=outputs, slots=slots, shared=shared)
+
+    def window(self, window: SharedWindow, ranges: Ranges) -> FactorWindow:
+        """Return where the rank's columns of a shared factor lie.
+
+        One run of columns that starts a granule is an offset into the whole factor, which all sites share. Others get
+        an image of their own, of those columns alone.
+        """
+        start = ranges[0][0]
+        whole = len(ranges) == 1 and start % values_per_granule(self.dtype) == 0
+        key = window.factor if whole else f"{window.factor}:{','.join(f'{first}-{last}' for first, last in ranges)}"
+        image = self.factors.get(key)
+        if image is None:
+            factor = _fitting(load_factor(self.artifact, window.factor), window.factor, self.dtype)
+            image = pack_factor(key, factor if whole else take(factor, 1, ranges), self.dtype, pin=self.pin)
+            self.factors[key] = image
+        return window_of(image, self.dtype, column=start if whole else 0)
 
 
 def _check_term(name: str, record: SiteRecord, number: int, term: TermRecord) -> None:
@@ -181,21 +202,3 @@ def _check_term(name: str, record: SiteRecord, number: int, term: TermRecord) ->
         "shared factors",
         next="compile the adapter again with this version; serve it on another engine if that changes nothing",
     )
-
-
-def _window(
-    artifact: Artifact, window: SharedWindow, ranges: Ranges, dtype: torch.dtype, factors: Factors, *, pin: bool
-) -> FactorWindow:
-    """Return where the rank's columns of a shared factor lie.
-
-    One run of columns that starts a granule is an offset into the whole factor, which all sites share. Others get an
-    image of their own, of those columns alone.
-    """
-    start = ranges[0][0]
-    whole = len(ranges) == 1 and start % values_per_granule(dtype) == 0
-    key = window.factor if whole else f"{window.factor}:{','.join(f'{first}-{last}' for first, last in ranges)}"
-    if key not in factors:
-        factor = _fitting(load_factor(artifact, window.factor), window.factor, dtype)
-        columns = factor if whole else take(factor, 1, ranges)
-        factors[key] = pack_factor(key, columns, dtype, pin=pin)
-    return window_of(factors[key], dtype, column=start if whole else 0)

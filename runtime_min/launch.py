@@ -12,7 +12,6 @@ from functools import cache
 import torch
 import triton
 
-from scute_compile.runtime_min.kernels.combine import combine_kernel
 from scute_compile.runtime_min.kernels.expand import expand_kernel
 from scute_compile.runtime_min.kernels.prefill import prefill_expand_kernel, prefill_shrink_kernel
 from scute_compile.runtime_min.kernels.rotate import rotate_kernel
@@ -37,9 +36,16 @@ class Features:
     tiles: int = 0
     """Token tiles of a prefill step."""
     programs: int = PROGRAMS
-    """Programs of the owned shrink per slice and run; from the plan's work."""
-    beside: bool = True
-    """Whether terms run on a side stream."""
+    """Records of the owned shrink per slice and run."""
+    shared_programs: int = PAIR_RANKS
+    """Records of the shared shrink per run."""
+    segments: int = 32
+    blocks: int = 2
+    """Blocks of sixteen tokens of a shared pair."""
+    beside: bool = False
+    """Whether the shrink runs on a side stream while the GEMM does."""
+    pdl: bool = False
+    """Whether the expand begins before the shrink has ended (programmatic dependent launch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +70,18 @@ class PoolTensors:
     pages: torch.Tensor
     page_map: torch.Tensor
     directory: torch.Tensor
+    shared: torch.Tensor
+    """Shared factors end to end, each row padded to whole granules; not paged, since tensor cores want plain tiles."""
 
     @property
     def values(self) -> int:
         """Values per granule."""
         return 16 // self.pages.element_size()
+
+
+RUN_GRANULES = 512
+ROTATE_BLOCK = (512, 2)
+SHRINK_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +97,16 @@ def owned_split(k: int, values: int) -> _Split:
     so that a decode step has enough programs to fill the card.
     """
     granules = -(-k // values)
-    parts = -(-granules // 512)
+    parts = -(-granules // RUN_GRANULES)
     return _Split(parts, triton.next_power_of_2(-(-granules // parts)))
+
+
+def expand_block(columns: int) -> tuple[int, int]:
+    """Return columns per program of the owned expand, and its warps."""
+    return (1024, 4) if columns >= 16384 else (512, 4)
+
+
+SHARED_BLOCK = 64
 
 
 def shared_split(k: int) -> int:
@@ -115,79 +136,58 @@ def adapted_linear(
         features: What the step may need.
     """
     tokens = x.shape[0]
-    h, hs, delta = _buffers(x, weight, gemm, step, features)
+    h, hs = _buffers(x, gemm, step, features)
     terms = features.owned or features.shared
-    main = torch.cuda.current_stream(x.device) if x.is_cuda else None
-    if terms and main is not None and features.beside:
-        side = side_stream(x.device)
+    beside = terms and features.beside and x.is_cuda
+    if beside:
+        main, side = torch.cuda.current_stream(x.device), side_stream(x.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            _terms(x, h, hs, delta, pool, step, gemm, features)
-    elif terms:
-        _terms(x, h, hs, delta, pool, step, gemm, features)
+            _shrink(x, h, hs, pool, step, gemm, features)
     with_rows = _rotate(x, pool, step, gemm, features) if features.rotated else x
     late_bias = bias is not None and features.rotated > 0
     y = torch.nn.functional.linear(with_rows, weight, None if late_bias else bias)
-    if terms and main is not None and features.beside:
-        main.wait_stream(side_stream(x.device))
-    _finish(y, h, delta, bias if late_bias else None, pool, step, gemm, features, tokens)
+    if beside:
+        torch.cuda.current_stream(x.device).wait_stream(side_stream(x.device))
+    elif terms:
+        _shrink(x, h, hs, pool, step, gemm, features)
+    _expand(y, h, hs, bias if late_bias else None, pool, step, gemm, features, (tokens, x.shape[1]))
     return y[:tokens] if features.rotated else y
 
 
-def _buffers(
-    x: torch.Tensor, weight: torch.Tensor, gemm: Gemm, step: StepBuffers, features: Features
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _buffers(x: torch.Tensor, gemm: Gemm, step: StepBuffers, features: Features) -> tuple[torch.Tensor, torch.Tensor]:
     values = 16 // x.element_size()
     capacity = step.capacity
-    slices = len(gemm.widths)
     parts = 1 if features.prefill else owned_split(x.shape[1], values).parts
-    h = x.new_empty(parts * slices * capacity.ranks, dtype=torch.float32)
+    h = x.new_empty(parts * len(gemm.widths) * capacity.ranks, dtype=torch.float32)
     rows = capacity.tokens if features.shared and not features.prefill else 0
-    hs = x.new_empty(shared_split(x.shape[1]) * rows * 1024, dtype=torch.float32)
-    delta = x.new_empty((0 if features.prefill else x.shape[0], weight.shape[0]), dtype=torch.float32)
-    return h, hs, delta
+    return h, x.new_empty(shared_split(x.shape[1]) * rows * capacity.pair_ranks, dtype=torch.float32)
 
 
-def _terms(
-    x: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, delta: torch.Tensor, pool: PoolTensors, step: StepBuffers,
-    gemm: Gemm, features: Features,
+def _shrink(
+    x: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, pool: PoolTensors, step: StepBuffers, gemm: Gemm,
+    features: Features,
 ) -> None:  # fmt: skip
-    region, k, values = step.region, x.shape[1], pool.values
+    region, k, values, capacity = step.region, x.shape[1], pool.values, step.capacity
     sites = pool.directory.shape[1]
     if features.prefill:
-        grid = (features.tiles, len(gemm.widths), 1)
-        prefill_shrink_kernel[grid](
-            x, h, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"), region("row_h"),
-            sites, gemm.first_site, step.capacity.ranks,
+        prefill_shrink_kernel[features.tiles, len(gemm.widths), 1](
+            x, h, pool.shared, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"),
+            region("row_h"), region("pair"), sites, gemm.first_site, capacity.ranks,
             K=k, BLOCK_T=TILE_TOKENS, BLOCK_R=16, BLOCK_K=128, VALUES=values, num_warps=4, num_stages=3,
         )  # fmt: skip
         return
     split, split_s, slices = owned_split(k, values), shared_split(k), len(gemm.widths)
-    hs_ranks = 1024
     programs = features.programs * slices * split.parts if features.owned else 0
-    if features.shared:
-        programs += 16 * split_s
+    programs += features.shared_programs * split_s if features.shared else 0
     shrink_kernel[(max(1, min(programs, PROGRAMS)),)](
-        x, h, hs, pool.pages, pool.page_map, pool.directory, region("counts"), region("row_slot"), region("seg_slot"),
-        region("seg_start"), region("seg_rows"), region("row_h"), region("work"), region("swork"), region("block"),
-        region("pair_rows"), region("pair"), sites, gemm.first_site, step.capacity.ranks, step.capacity.tokens, hs_ranks,
+        x, h, hs, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("row_slot"),
+        region("seg_slot"), region("seg_start"), region("seg_rows"), region("row_h"), region("work"), region("swork"),
+        region("block"), region("pair_rows"), region("pair"), sites, gemm.first_site, capacity.ranks, capacity.tokens,
+        capacity.pair_ranks,
         K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=split_s, BLOCK_K=128,
         VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS, HAS_OWNED=features.owned, HAS_SHARED=features.shared,
-        num_warps=8,
-    )  # fmt: skip
-    n0, n1, n2 = gemm.padded
-    block_n, block_ns = (512 if sum(gemm.widths) >= 16384 else 256), 64
-    blocks = sum(triton.cdiv(n, block_n) for n in gemm.widths)
-    programs = blocks * step.capacity.tokens if features.owned else 0
-    if features.shared:
-        programs += sum(triton.cdiv(n, block_ns) for n in gemm.widths) * (step.capacity.tokens // PAIR_TOKENS + 1)
-    expand_kernel[(max(1, min(programs, PROGRAMS)),)](
-        h, hs, delta, pool.pages, pool.page_map, pool.directory, region("counts"), region("row_slot"),
-        region("seg_slot"), region("seg_start"), region("seg_rows"), region("row_h"), region("block"),
-        region("pair_rows"), region("pair"), sites, gemm.first_site, step.capacity.ranks, step.capacity.tokens, hs_ranks,
-        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=split.parts, BLOCK_N=block_n, BLOCK_R=16, SPLIT_S=split_s,
-        BLOCK_NS=block_ns, BLOCK_RS=64, BLOCK_T=PAIR_TOKENS, VALUES=values,
-        HAS_OWNED=features.owned, HAS_SHARED=features.shared, num_warps=8,
+        PDL=features.pdl, num_warps=SHRINK_WARPS,
     )  # fmt: skip
 
 
@@ -195,38 +195,45 @@ def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepBuffers, gemm: Gemm, f
     tokens, k = x.shape
     slices = len(gemm.widths)
     out = x.new_empty((tokens + features.rotated * slices, k))
-    block = 256
+    block, warps = ROTATE_BLOCK
     rotate_kernel[(out.shape[0], triton.cdiv(k, block))](
         x, out, pool.pages, pool.page_map, pool.directory, step.region("counts"), step.region("row_slot"),
         step.region("rot_rows"), pool.directory.shape[1], gemm.first_site, tokens,
-        K=k, SLICES=slices, BLOCK=block, DEPTH=32, VALUES=pool.values, WHOLE_GRANULES=features.whole_granules,
-        num_warps=4,
+        K=k, SLICES=slices, BLOCK=block, DEPTH=16, VALUES=pool.values, WHOLE_GRANULES=features.whole_granules,
+        num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def _finish(
-    y: torch.Tensor, h: torch.Tensor, delta: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors,
-    step: StepBuffers, gemm: Gemm, features: Features, tokens: int,
+def _expand(
+    y: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors,
+    step: StepBuffers, gemm: Gemm, features: Features, size: tuple[int, int],
 ) -> None:  # fmt: skip
     n0, n1, n2 = gemm.padded
-    region, sites = step.region, pool.directory.shape[1]
-    given = bias if bias is not None else y
+    region, sites, capacity, slices = step.region, pool.directory.shape[1], step.capacity, len(gemm.widths)
+    (tokens, k), given = size, bias if bias is not None else y
     if features.prefill:
         block_n = 128
         grid = (sum(triton.cdiv(n, block_n) for n in gemm.widths), features.tiles)
         prefill_expand_kernel[grid](
-            y, h, given, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"), region("row_h"),
-            region("rot_position"), sites, gemm.first_site, step.capacity.ranks, tokens,
-            N0=n0, N1=n1, N2=n2, SLICES=len(gemm.widths), BLOCK_T=TILE_TOKENS, BLOCK_N=block_n, BLOCK_R=16,
+            y, h, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"),
+            region("row_h"), region("rot_position"), region("pair"), sites, gemm.first_site, capacity.ranks, tokens,
+            N0=n0, N1=n1, N2=n2, SLICES=slices, BLOCK_T=TILE_TOKENS, BLOCK_N=block_n, BLOCK_R=16,
             VALUES=pool.values, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, num_warps=8, num_stages=2,
         )  # fmt: skip
         return
-    block_n = 1024
-    combine_kernel[(tokens, sum(triton.cdiv(n, block_n) for n in gemm.widths))](
-        y, delta, given, pool.pages, pool.page_map, pool.directory, region("row_slot"), region("rot_position"),
-        sites, gemm.first_site, tokens,
-        N0=n0, N1=n1, N2=n2, SLICES=len(gemm.widths), BLOCK_N=block_n, VALUES=pool.values,
-        HAS_TERMS=features.owned or features.shared, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None,
-        num_warps=4,
+    block_n, warps = expand_block(sum(gemm.widths))
+    programs = sum(triton.cdiv(n, block_n) for n in gemm.widths) * features.segments
+    if features.shared:
+        programs += sum(triton.cdiv(n, SHARED_BLOCK) for n in gemm.widths) * features.blocks
+    launch = {"launch_pdl": True} if features.pdl else {}
+    expand_kernel[(max(1, min(programs, PROGRAMS)),)](
+        y, h, hs, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("row_slot"),
+        region("seg_slot"), region("seg_start"), region("seg_rows"), region("row_h"), region("block"),
+        region("pair_rows"), region("pair"), region("rot_position"), sites, gemm.first_site, capacity.ranks,
+        capacity.tokens, capacity.pair_ranks, tokens,
+        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, BLOCK_N=block_n, BLOCK_R=16,
+        SPLIT_S=shared_split(k), BLOCK_NS=SHARED_BLOCK, BLOCK_RS=min(256, triton.next_power_of_2(capacity.pair_ranks)), BLOCK_T=PAIR_TOKENS, VALUES=pool.values,
+        HAS_SHARED=features.shared, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=features.pdl,
+        num_warps=warps, **launch,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from scute_compile.codes import Code
@@ -58,10 +59,11 @@ class PagePool:
     def __init__(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate `pages`, `(num_pages, 2048 / itemsize)` in `dtype`, as zeros."""
         self.pages = torch.zeros(num_pages, PAGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        # a stack whose upper end is taken first, so that a fresh pool fills from page 0
-        self._free = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32)
+        # a stack whose upper end is taken first, so that a fresh pool fills from page 0; numpy, because a large adapter
+        # has 40000 pages, and this bookkeeping stands before its copy
+        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._top = num_pages
-        self._taken = torch.zeros(num_pages, dtype=torch.bool)
+        self._taken = np.zeros(num_pages, dtype=np.bool_)
         self._lent = 0
         self._payload = 0
 
@@ -132,15 +134,16 @@ class PagePool:
                 next="make the pool larger, or evict or reclaim first",
             )
         self._top -= count
-        pages = self._free[self._top : self._top + count].flip(0)
-        self._taken[pages.long()] = True
-        return pages
+        pages = self._free[self._top : self._top + count][::-1].copy()
+        self._taken[pages] = True
+        return torch.from_numpy(pages)
 
-    def _return(self, pages: torch.Tensor) -> None:
-        if not bool(self._taken[pages.long()].all()):
+    def _return(self, given: torch.Tensor) -> None:
+        pages = given.numpy()
+        if not self._taken[pages].all():
             raise ValueError("a page was given back twice")
-        self._taken[pages.long()] = False
-        self._free[self._top : self._top + len(pages)] = pages.flip(0)
+        self._taken[pages] = False
+        self._free[self._top : self._top + len(pages)] = pages[::-1]
         self._top += len(pages)
 
 

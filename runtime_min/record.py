@@ -15,7 +15,6 @@ PAGE_BYTES = 2048
 GRANULE_BYTES = 16
 PAGE_GRANULES = PAGE_BYTES // GRANULE_BYTES
 FIELDS = 16
-PAIR_FIELDS = 8
 
 
 class Field(IntEnum):
@@ -44,7 +43,7 @@ class Field(IntEnum):
     R_SHARED = 14
     """1: one stored block repeats."""
     PAIR = 15
-    """Row of `pairs`; -1: the factors are the adapter's own."""
+    """Index of the shared pair; -1: the factors are the adapter's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

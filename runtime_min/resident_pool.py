@@ -6,37 +6,40 @@ from one thread. On a CUDA device no call waits for the device.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings, fail
-from scute_compile.formats.artifact import Artifact, open_artifact
+from scute_compile.runtime_min.admission import (
+    check_batch,
+    check_known,
+    check_layout,
+    check_new,
+    check_resident,
+    check_size,
+    refuse_eviction,
+    refuse_loan,
+    refuse_room,
+)
 from scute_compile.runtime_min.device_memory import DeviceMemory
-from scute_compile.runtime_min.gather import read_rows, read_run
-from scute_compile.runtime_min.image import AdapterImage, FactorImage
-from scute_compile.runtime_min.image_reading import read_adapter
+from scute_compile.runtime_min.gather import read_field
+from scute_compile.runtime_min.image import AdapterImage, FactorImage, host_bytes
 from scute_compile.runtime_min.page_pool import PagePool
 from scute_compile.runtime_min.pool_stats import PoolStats
 from scute_compile.runtime_min.record import PAGE_BYTES, Field, SiteSlot
-from scute_compile.runtime_min.residents import Resident, Residents
+from scute_compile.runtime_min.residents import Lease, Resident, Residents
+from scute_compile.runtime_min.step_plan import SlotFacts
 
-Source = Artifact | Path | AdapterImage
+if TYPE_CHECKING:
+    from scute_compile.formats.artifact import Artifact
+
+Source: TypeAlias = "Artifact | Path | AdapterImage"
 """An opened artifact, the folder of one, or an image that was made already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lease:
-    """The adapters of one step; they stay where they are until the lease is released."""
-
-    slots: Mapping[str, int]
-    """Slot in the directory by name."""
-    residents: tuple[Resident, ...] = field(repr=False)
 
 
 class ResidentPool:
@@ -77,18 +80,12 @@ class ResidentPool:
         self._tp, self._rank, self._convert, self._lendable = tp, rank, convert, lendable
         self._pool = PagePool(num_pages, dtype, device)
         entries = 4 * num_pages if map_entries is None else max(map_entries, num_pages)
-        self.memory = DeviceMemory(
-            self._pool.pages, slots=slots, sites=len(self.sites), map_entries=entries, pairs=pairs
-        )  # fmt: skip
-        self._residents = Residents(self.memory, self._pool)
+        self.memory = DeviceMemory(self._pool.pages, slots=slots, sites=len(self.sites), map_entries=entries)
+        self._residents = Residents(self.memory, self._pool, pairs=pairs)
         self._host: dict[str, AdapterImage] = {}
         self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
         self._current: dict[str, Resident] = {}
         """By name, least recently used first."""
-        self._retired: list[Resident] = []
-        """Replaced, and still read by a running step."""
-
-    # What is known
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,12 +99,18 @@ class ResidentPool:
 
     def image(self, name: str) -> AdapterImage:
         """Return an adapter's image in host memory. Raises SC802."""
-        self._check_known([name])
+        check_known([name], self._host)
         return self._host[name]
 
-    def pairs_of(self, name: str) -> tuple[int, ...]:
-        """Return the rows of `memory.pairs` that a resident adapter uses. Raises SC802."""
-        return self._resident(name).pairs
+    @property
+    def facts(self) -> Mapping[int, SlotFacts]:
+        """By slot, what the plan of a step needs to know of each adapter on the device."""
+        return {resident.slot: resident.facts for resident in self._residents}
+
+    @property
+    def pairs(self) -> tuple[tuple[int, ...], ...]:
+        """What the plan of a step needs to know of each shared pair; see `Residents.pairs`."""
+        return self._residents.pairs
 
     def add(self, name: str, source: Source) -> AdapterImage:
         """Read an adapter into host memory; it comes in when a batch needs it.
@@ -116,21 +119,14 @@ class ResidentPool:
             ScuteError: SC806 (the name is taken), SC805 (it could never fit), and what `open_artifact` and
                 `read_adapter` raise. The pool is then as it was.
         """
-        if name in self._host:
-            fail(
-                Code.SC806,
-                where=name,
-                found=f"an adapter of that name, {self._host[name].payload} bytes",
-                expected="a new name",
-                next="replace it, or remove it first",
-            )
+        check_new(name, self._host)
         image = self._read(name, source)
         self._host[name] = image
         return image
 
     def remove(self, name: str) -> None:
         """Forget an adapter, on the device and in host memory. Raises SC802; SC806 while it is used or pinned."""
-        self._check_known([name])
+        check_known([name], self._host)
         if name in self._current:
             self.evict(name)
         del self._host[name]
@@ -148,23 +144,20 @@ class ResidentPool:
         """Put another artifact in an adapter's place; steps that run now keep reading the old one.
 
         Raises:
-            ScuteError: SC802, SC804, and what `add` raises. The old adapter then serves as before.
+            ScuteError: SC802, SC804, and what `add` raises. The old adapter then serves on.
         """
-        self._check_known([name])
+        check_known([name], self._host)
         image = self._read(name, source)
         old = self._current.get(name)
         if old is not None:
             # others go before the old one does, and it goes only if nothing reads it
             last = () if old.uses else (old,)
-            others = [resident for resident in self._idle() if resident is not old]
-            new = self._bring_in(image, [*others, *last])
-            new.pinned = old.pinned
-            self._current[name] = self._current.pop(name, new) if name not in self._current else new
-            if old in list(self._residents):
+            new = self._bring_in(image, [*self._idle(keep=(name,)), *last])
+            new.pinned, old.pinned = old.pinned, False
+            if self._current.pop(name, None) is not None:
                 self._retire(old)
+            self._current[name] = new
         self._host[name] = image
-
-    # What is on the device
 
     def ensure(self, names: Iterable[str]) -> Mapping[str, int]:
         """Bring in the adapters of a batch and return their slots; others go, least recently used first.
@@ -176,7 +169,7 @@ class ResidentPool:
                 adapter that is larger than the pool). What was resident and held stays so.
         """
         wanted = tuple(dict.fromkeys(names))
-        self._check_known(wanted)
+        check_known(wanted, self._host)
         self._check_batch(wanted)
         for name in wanted:
             if name in self._current:
@@ -192,23 +185,16 @@ class ResidentPool:
             Those of `names` that are resident now or on their way. Raises SC802.
         """
         wanted = tuple(dict.fromkeys(names))
-        self._check_known(wanted)
+        check_known(wanted, self._host)
         for name in wanted:
-            image = self._host[name]
             if name in self._current:
                 self._current[name] = self._current.pop(name)
-                continue
-            victims = self._residents.victims(image, self._idle(keep=wanted))
-            if victims is None:
-                continue
-            for victim in victims:
-                self._drop(victim)
-            if self._residents.gap_for(image):
-                self._current[name] = self._residents.place(image)
+            elif resident := self._try_in(self._host[name], self._idle(keep=wanted), ahead=True):
+                self._current[name] = resident
         return tuple(name for name in wanted if name in self._current)
 
     def acquire(self, names: Iterable[str]) -> Lease:
-        """Bring in a step's adapters, hold them, and let the current stream wait for their copies. Raises as `ensure`."""
+        """Bring in a step's adapters, hold them, and let the current stream wait for them. Raises as `ensure`."""
         slots = self.ensure(names)
         residents = tuple(self._current[name] for name in slots)
         for resident in residents:
@@ -222,9 +208,8 @@ class ResidentPool:
         for resident in lease.residents:
             resident.uses -= 1
             resident.last_use = end
-            if resident in self._retired and not resident.uses:
-                self._retired.remove(resident)
-                self._residents.take_off(resident)
+            if resident.retired:
+                self._retire(resident)
 
     @contextmanager
     def in_use(self, names: Iterable[str]) -> Iterator[Mapping[str, int]]:
@@ -248,13 +233,7 @@ class ResidentPool:
         """Take an adapter off the device; it stays in host memory. Raises SC802; SC806 while it is used or pinned."""
         resident = self._resident(name)
         if resident.held:
-            fail(
-                Code.SC806,
-                where=name,
-                found=f"{resident.uses} running steps read it" if resident.uses else "it is pinned",
-                expected="an adapter that no step reads and nothing pins",
-                next="release the step's lease first" if resident.uses else "unpin it first",
-            )
+            refuse_eviction(name, resident)
         self._drop(resident)
 
     def lend(self, count: int) -> torch.Tensor:
@@ -267,16 +246,11 @@ class ResidentPool:
         victims = self._residents.victims(count, self._idle())
         if lent + count > self._lendable or victims is None:
             held = sum(resident.image.pages for resident in self._residents if resident.held)
-            fail(
-                Code.SC805,
-                where="a loan to the cache",
-                found=f"{count} pages asked, {lent} lent already, {self._pool.free} free, {held} held by adapters in use",
-                expected=f"at most {self._lendable} lent pages, and room beside the adapters in use",
-                next="raise the part of the pool that may be lent, or end requests first",
-            )
+            refuse_loan(count, self._pool.counts, lendable=self._lendable, held=held)
         for victim in victims:
             self._drop(victim)
-        # a borrower writes on its own stream: the evicted adapters' readers come before it there
+        # the borrower writes on the current stream, after the copies that may still be under way to these pages
+        self.memory.wait()
         return self._pool.lend(count)
 
     def reclaim(self, pages: torch.Tensor) -> None:
@@ -284,23 +258,91 @@ class ResidentPool:
         self.memory.settle()
         self._pool.reclaim(pages)
 
+    def read_back(self, slot: int, site: str, field: Field, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor as the device's tables lead to it; see `scute_compile.runtime_min.gather.read_field`."""
+        self.memory.wait()
+        index = next(number for number, known in enumerate(self.sites) if known.name == site)
+        return read_field(self.memory, slot, index, field, shape)
+
     def stats(self) -> PoolStats:
         """Return what the pool holds at this moment."""
-        adapters: dict[str, int] = {}
-        for resident in self._residents:
-            name = resident.image.name
-            adapters[name] = adapters.get(name, 0) + resident.image.pages * PAGE_BYTES
-        images = list(self._host.values())
-        factors = {factor.key: factor for image in images for factor in image.factors}
         return PoolStats(
             pages=self._pool.counts,
             slots=len(self.memory.directory),
             slots_in_use=len(self.memory.directory) - self._residents.free_slots,
-            adapters=adapters,
+            adapters=self._residents.bytes_by_adapter,
             factors={factor.key: factor.pages * PAGE_BYTES for factor in self._residents.factors},
-            host=sum(len(item.buffer) for item in [*images, *factors.values()]),
-            host_adapters=len(images),
+            host=host_bytes(self._host.values()),
+            host_adapters=len(self._host),
             map_entries=len(self.memory.page_map),
             map_in_use=len(self.memory.page_map) - self._residents.map_free,
             map_moved=self._residents.map_moved,
         )
+
+    def _read(self, name: str, source: Source) -> AdapterImage:
+        if isinstance(source, AdapterImage):
+            image = dataclasses.replace(source, name=name)
+        else:
+            from scute_compile.runtime_min.image_reading import read_adapter  # images need no reader of files
+
+            image = read_adapter(
+                source, self.sites, self.dtype, name=name, tp=self._tp, rank=self._rank,
+                factors=self._factors, convert=self._convert, pin=self.memory.pin,
+            )  # fmt: skip
+        check_layout(image, sites=len(self.sites), dtype=self.dtype)
+        check_size(image, there=self._pool.counts.total)
+        return image
+
+    def _resident(self, name: str) -> Resident:
+        check_known([name], self._host)
+        check_resident(name, self._current)
+        return self._current[name]
+
+    def _check_batch(self, names: Sequence[str]) -> None:
+        """Refuse a batch whose adapters don't fit at once beside those that are held, before anything is evicted."""
+        batch = [self._current.get(name) for name in names]
+        held = [resident.image for resident in self._residents if resident.held and resident not in batch]
+        counts = self._pool.counts
+        check_batch(
+            {name: self._host[name] for name in names},
+            held,
+            slots=len(self.memory.directory),
+            pages=counts.total - counts.lent,
+            pairs=self._residents.pair_capacity,
+        )
+
+    def _idle(self, keep: Sequence[str] = ()) -> list[Resident]:
+        return [item for name, item in self._current.items() if not item.held and name not in keep]
+
+    def _bring_in(self, image: AdapterImage, candidates: Sequence[Resident]) -> Resident:
+        resident = self._try_in(image, candidates)
+        if resident is None:
+            refuse_room(image, needed=self._residents.pages_needed(image), free=self._pool.free)
+        return resident
+
+    def _try_in(
+        self, image: AdapterImage, candidates: Sequence[Resident], *, ahead: bool = False
+    ) -> Resident | None:  # fmt: skip
+        """Bring an adapter in if the candidates' room is enough; `ahead` leaves what a running step reads untouched."""
+        victims = self._residents.victims(image, candidates)
+        if victims is None:
+            return None
+        staged = self.memory.stage(image.buffer)
+        with self._residents.keeping(image):
+            for victim in victims:
+                self._drop(victim)
+            if not self._residents.has_gaps(image):
+                if ahead or any(resident.uses for resident in self._residents):
+                    return None
+                self._residents.close_gaps()
+            return self._residents.place(image, staged)
+
+    def _drop(self, resident: Resident) -> None:
+        del self._current[next(name for name, item in self._current.items() if item is resident)]
+        self._residents.take_off(resident)
+
+    def _retire(self, resident: Resident) -> None:
+        """Take a replaced adapter off, now or when the last step that reads it is released."""
+        resident.retired = resident.uses > 0
+        if not resident.retired:
+            self._residents.take_off(resident)

@@ -6,7 +6,8 @@ Everything here is bookkeeping on the host; `scute_compile.runtime_min.device_me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from scute_compile.runtime_min.device_memory import DeviceMemory
 from scute_compile.runtime_min.image import AdapterImage, FactorImage, PairWindow
 from scute_compile.runtime_min.page_pool import Holding, MapRanges, PagePool
-from scute_compile.runtime_min.record import Field
+from scute_compile.runtime_min.record import PAGE_BYTES, Field
+from scute_compile.runtime_min.step_plan import SlotFacts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,16 +35,30 @@ class Resident:
     slot: int
     own: Placed
     pairs: tuple[int, ...]
-    """Rows of `pairs`, by the image's own numbers."""
+    """Indices of its shared pairs, by the image's own numbers."""
+    facts: SlotFacts
+    """What the plan of a step needs to know of it."""
     uses: int = 0
     """Running steps that read it."""
     pinned: bool = False
+    retired: bool = False
+    """Whether it was replaced and stays for running steps alone."""
     last_use: torch.cuda.Event | None = None
+    """The end of the last step that read it."""
 
     @property
     def held(self) -> bool:
         """Whether it must not be evicted."""
         return self.pinned or self.uses > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lease:
+    """The adapters of one step; they stay where they are until the lease is released."""
+
+    slots: Mapping[str, int]
+    """Slot in the directory by name."""
+    residents: tuple[Resident, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,11 +78,12 @@ class _Pair:
 class Residents:
     """Places images on the device and takes them off again; decides nothing about who must go."""
 
-    def __init__(self, memory: DeviceMemory, pool: PagePool) -> None:
+    def __init__(self, memory: DeviceMemory, pool: PagePool, *, pairs: int) -> None:
         self._memory, self._pool = memory, pool
         self._ranges = MapRanges(len(memory.page_map))
         self._slots = list(range(len(memory.directory) - 1, -1, -1))
-        self._pair_rows = list(range(len(memory.pairs) - 1, -1, -1))
+        self.pair_capacity = pairs
+        self._pair_rows = list(range(pairs - 1, -1, -1))
         self._factors: dict[str, _Factor] = {}
         self._pairs: dict[tuple[str, int, str, int], _Pair] = {}
         self._placed: list[Resident] = []
@@ -87,17 +104,34 @@ class Residents:
         return self._ranges.free
 
     @property
+    def bytes_by_adapter(self) -> Mapping[str, int]:
+        """Bytes of the pages of each adapter by name, without shared factors."""
+        sizes: Counter[str] = Counter()
+        for resident in self._placed:
+            sizes[resident.image.name] += resident.image.pages * PAGE_BYTES
+        return dict(sizes)
+
+    @property
     def factors(self) -> Iterable[FactorImage]:
         """Shared factors on the device."""
         return (factor.image for factor in self._factors.values())
 
+    @property
+    def pairs(self) -> tuple[tuple[int, ...], ...]:
+        """By index, what a step must know of each shared pair; zeros where none is.
+
+        Rank, then the start in the page map, offset and stride of A, then of B, and 0.
+        """
+        rows: list[tuple[int, ...]] = [(0,) * 8] * self.pair_capacity
+        for pair in self._pairs.values():
+            a, b = pair.window.a, pair.window.b
+            a_start, b_start = (self._factors[window.factor.key].placed.start for window in (a, b))
+            rows[pair.index] = (pair.window.rank, a_start, a.offset, a.stride, b_start, b.offset, b.stride, 0)
+        return tuple(rows)
+
     def pages_needed(self, image: AdapterImage, *, alone: bool = False) -> int:
         """Return the pages that an adapter takes now, or would take if it were `alone`."""
         return image.pages + sum(f.pages for f in image.factors if alone or f.key not in self._factors)
-
-    def fits(self, image: AdapterImage) -> bool:
-        """Return whether slots, pages, pairs and the page map have room, gaps in the page map closed."""
-        return self.victims(image, ()) == ()
 
     def victims(self, image: AdapterImage | int, candidates: Iterable[Resident]) -> tuple[Resident, ...] | None:
         """Return the first candidates that must go before an image fits, or None when all of them are too few.
@@ -132,7 +166,7 @@ class Residents:
             free, map_free = free + freed, map_free + freed
         return tuple(chosen)
 
-    def gap_for(self, image: AdapterImage) -> bool:
+    def has_gaps(self, image: AdapterImage) -> bool:
         """Return whether the page map has a gap for each image; `close_gaps` makes one where room is left."""
         lengths = [image.pages, *(f.pages for f in image.factors if f.key not in self._factors)]
         taken = [(self._ranges.allocate(length), length) for length in lengths]
@@ -141,20 +175,27 @@ class Residents:
                 self._ranges.release(start, length)
         return all(start is not None for start, _ in taken)
 
-    def place(self, image: AdapterImage) -> Resident:
-        """Bring an adapter in for which there is room, with the shared factors that aren't there yet."""
-        for factor in image.factors:
-            entry = self._factors.get(factor.key)
-            if entry is None:
+    def place(self, image: AdapterImage, staged: torch.Tensor) -> Resident:
+        """Bring a staged adapter in for which there is room, with the shared factors that aren't there yet."""
+        new = [factor for factor in image.factors if factor.key not in self._factors]
+        with ExitStack() as undo:
+            for factor in new:
                 placed = self._place(factor.buffer, factor.pages, factor.payload)
-                entry = self._factors[factor.key] = _Factor(image=factor, placed=placed)
-            entry.references += 1
-        resident = Resident(
-            image=image,
-            slot=self._slots.pop(),
-            own=self._place(image.buffer, image.pages, image.payload),
-            pairs=tuple(self._hold_pair(pair) for pair in image.pairs),
+                undo.callback(self._free, placed)
+                self._factors[factor.key] = _Factor(image=factor, placed=placed)
+                undo.callback(self._factors.pop, factor.key)
+            own = self._place(image.buffer, image.pages, image.payload, staged)
+            undo.pop_all()
+        for factor in image.factors:
+            self._factors[factor.key].references += 1
+        pairs = tuple(self._hold_pair(pair) for pair in image.pairs)
+        facts = SlotFacts(
+            rank=image.own_rank,
+            pair=pairs[0] if pairs else -1,
+            pair_rank=image.pairs[0].rank if pairs else 0,
+            rotated=image.rotated,
         )
+        resident = Resident(image=image, slot=self._slots.pop(), own=own, pairs=pairs, facts=facts)
         self._placed.append(resident)
         self._write_records(resident)
         return resident
@@ -163,9 +204,7 @@ class Residents:
         """Free what an adapter holds, and the shared factors that no other uses; kernels find an empty record."""
         self._memory.write_after(resident.last_use)
         self._placed.remove(resident)
-        empty = torch.full_like(resident.image.records, -1)
-        empty[:, [Field.RANK, Field.R_BLOCK, Field.R_SHARED]] = 0
-        self._memory.write_records(resident.slot, empty)
+        self._memory.clear_records(resident.slot)
         self._slots.append(resident.slot)
         self._free(resident.own)
         for pair in resident.image.pairs:
@@ -174,10 +213,19 @@ class Residents:
             if not entry.references:
                 self._pair_rows.append(self._pairs.pop(pair.key).index)
         for factor in resident.image.factors:
-            held = self._factors[factor.key]
-            held.references -= 1
-            if not held.references:
-                self._free(self._factors.pop(factor.key).placed)
+            self._let_go(factor.key)
+
+    @contextmanager
+    def keeping(self, image: AdapterImage) -> Iterator[None]:
+        """Keep the shared factors that an adapter needs while others make room for it."""
+        kept = [factor.key for factor in image.factors if factor.key in self._factors]
+        for key in kept:
+            self._factors[key].references += 1
+        try:
+            yield
+        finally:
+            for key in kept:
+                self._let_go(key)
 
     def close_gaps(self) -> None:
         """Rewrite the page map without gaps; no step may be running that was not given to the current stream."""
@@ -190,37 +238,37 @@ class Residents:
                 raise RuntimeError("the page map is smaller than what it held")
             item.start = start
         self._memory.write_map([item.holding.pages for item in placed])
-        for pair in self._pairs.values():
-            self._write_pair(pair)
         for resident in self._placed:
             self._write_records(resident)
         self.map_moved += sum(len(item.holding.pages) for item in placed)
 
-    def _place(self, buffer: torch.Tensor, pages: int, payload: int) -> Placed:
+    def _place(self, buffer: torch.Tensor, pages: int, payload: int, staged: torch.Tensor | None = None) -> Placed:
         start = self._ranges.allocate(pages)
         if start is None:
-            raise RuntimeError("the page map has no gap: gap_for was not asked")
-        holding = self._pool.allocate(pages, payload=payload)
-        self._memory.write_image(buffer, holding.pages, start)
-        return Placed(holding=holding, start=start)
+            raise RuntimeError("the page map has no gap: has_gaps was not asked")
+        placed = Placed(holding=self._pool.allocate(pages, payload=payload), start=start)
+        with ExitStack() as undo:
+            undo.callback(self._free, placed)
+            self._memory.write_image(buffer, placed.holding.pages, start, staged=staged)
+            undo.pop_all()
+        return placed
 
     def _free(self, placed: Placed) -> None:
         self._ranges.release(placed.start, len(placed.holding.pages))
         self._pool.release(placed.holding)
 
+    def _let_go(self, key: str) -> None:
+        held = self._factors[key]
+        held.references -= 1
+        if not held.references:
+            self._free(self._factors.pop(key).placed)
+
     def _hold_pair(self, window: PairWindow) -> int:
         entry = self._pairs.get(window.key)
         if entry is None:
             entry = self._pairs[window.key] = _Pair(window=window, index=self._pair_rows.pop())
-            self._write_pair(entry)
         entry.references += 1
         return entry.index
-
-    def _write_pair(self, pair: _Pair) -> None:
-        a, b = pair.window.a, pair.window.b
-        a_start, b_start = (self._factors[window.factor.key].placed.start for window in (a, b))
-        row = (pair.window.rank, a_start, a.offset, a.stride, b_start, b.offset, b.stride)
-        self._memory.write_pair(pair.index, row)
 
     def _write_records(self, resident: Resident) -> None:
         records = resident.image.records.clone()

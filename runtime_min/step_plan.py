@@ -16,6 +16,8 @@ from scute_compile.diagnostics import fail
 
 OWNED_ROWS = 2
 """Rows of A per program of the decode shrink; of 1, 2 and 4 the best over the four fused sites on an H200."""
+SEGMENT_ROWS = 2
+"""Rows per decode segment: more rows of one adapter become more segments, which run at once; B comes from L2 then."""
 PAIR_TOKENS = 16
 PAIR_RANKS = 16
 TILE_TOKENS = 64
@@ -42,6 +44,8 @@ class Capacity:
     ranks: int
     """Sum over the rows of their adapters' largest ranks."""
     pairs: int = 4
+    pair_ranks: int = 256
+    """Largest rank of a shared pair."""
     rotated: int = 0
     """Rows whose adapter turns its input."""
 
@@ -75,17 +79,25 @@ class StepPlan:
     """Rows with a rotation."""
     tiles: int
     work: int
-    """Programs that the owned shrink needs per slice."""
+    """Records of the owned shrink per slice."""
+    shared_work: int
+    segments: int
+    blocks: int
 
 
-def plan_step(rows: Sequence[int], facts: Mapping[int, SlotFacts], pairs: Sequence[Sequence[int]], capacity: Capacity) -> StepPlan:
+def plan_step(
+    rows: Sequence[int], facts: Mapping[int, SlotFacts], pairs: Sequence[Sequence[int]], capacity: Capacity, *,
+    prefill: bool = False,
+) -> StepPlan:  # fmt: skip
     """Lay out one step.
 
     Args:
         rows: Slot of every row of the batch, -1 for the base alone.
         facts: By slot.
-        pairs: Per shared pair: rank, A's pages, offset and stride, B's pages, offset and stride, 0.
+        pairs: Per shared pair: rank, A's start and row stride, B's start and row stride (granules of the shared
+            factors' buffer), 0, 0, 0.
         capacity: What the buffers hold.
+        prefill: Whether segments are whole, for tiles of many rows.
 
     Raises:
         ScuteError: SC804 when the batch is larger than the capacity.
@@ -96,19 +108,24 @@ def plan_step(rows: Sequence[int], facts: Mapping[int, SlotFacts], pairs: Sequen
     base_rows = by_slot.pop(-1, [])
     regions: dict[str, list[int]] = {"row_slot": list(rows), "seg_slot": [], "seg_start": [0], "seg_rows": []}
     row_h, position, work = [0] * len(rows), 0, []
-    for slot, members in sorted(by_slot.items()):
-        rank = max(facts[slot].rank, 0)
-        segment = len(regions["seg_slot"])
-        regions["seg_slot"].append(slot)
-        regions["seg_rows"] += members
-        regions["seg_start"].append(len(regions["seg_rows"]))
-        for row in members:
-            row_h[row] = position
-            position += max(rank, facts[slot].pair_rank)
-        work += [segment << 12 | block for block in range(-(-rank // OWNED_ROWS))]
+    for slot, all_members in sorted(by_slot.items()):
+        for members in _runs(all_members, SEGMENT_ROWS if not prefill else len(all_members)):
+            rank = max(facts[slot].rank, 0)
+            segment = len(regions["seg_slot"])
+            regions["seg_slot"].append(slot)
+            regions["seg_rows"] += members
+            regions["seg_start"].append(len(regions["seg_rows"]))
+            for row in members:
+                row_h[row] = position
+                position += max(rank, facts[slot].pair_rank if prefill else 0)
+            work += [segment << 12 | block for block in range(-(-rank // OWNED_ROWS))]
     tiles = _tiles(regions["seg_slot"], regions["seg_start"])
     tiles += _base_tiles(len(regions["seg_rows"]), len(base_rows))
-    regions["seg_rows"] += base_rows
+    segments = len(regions["seg_slot"])
+    for members in _runs(base_rows, SEGMENT_ROWS if not prefill else max(1, len(base_rows))):
+        regions["seg_slot"].append(-1)
+        regions["seg_rows"] += members
+        regions["seg_start"].append(len(regions["seg_rows"]))
     shared = _shared(rows, facts)
     rotated = [row for row, slot in enumerate(rows) if slot >= 0 and facts[slot].rotated]
     rot_position = [0] * len(rows)
@@ -119,11 +136,18 @@ def plan_step(rows: Sequence[int], facts: Mapping[int, SlotFacts], pairs: Sequen
         "rot_position": rot_position, "rot_rows": rotated, "tile": [value for tile in tiles for value in tile],
     }  # fmt: skip
     blocks = len(shared["block"]) // 4
-    owned_segments = len(regions["seg_slot"]) if work else 0
-    regions["counts"] = [len(work), len(shared["swork"]), owned_segments, blocks, len(rotated), len(tiles), 0, 0]
+    base_segments = len(regions["seg_slot"]) - segments
+    regions["counts"] = [
+        len(work), len(shared["swork"]), segments, blocks, len(rotated), len(tiles), base_segments, 0
+    ]  # fmt: skip
     _check(regions, capacity, position)
     return StepPlan(regions=regions, tokens=len(rows), owned=bool(work), shared=blocks > 0, rotated=len(rotated),
-                    tiles=len(tiles), work=len(work))  # fmt: skip
+                    tiles=len(tiles), work=len(work), shared_work=len(shared["swork"]),
+                    segments=segments + base_segments, blocks=blocks)  # fmt: skip
+
+
+def _runs(members: Sequence[int], length: int) -> list[list[int]]:
+    return [list(members[at : at + length]) for at in range(0, len(members), length)]
 
 
 def _tiles(slots: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int, int, int]]:

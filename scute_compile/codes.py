@@ -163,7 +163,10 @@ class Code(Enum):
         "the artifact is for another tp or dtype",
         "A runtime serves artifacts that were cut for as many ranks as it runs on, in the dtype of its pool.",
     )
-    SC802 = ("the adapter is not loaded", "A row, or a command of the pool, names an adapter that the pool doesn't know.")
+    SC802 = (
+        "the adapter is not loaded",
+        "A row, or a command of the pool, names an adapter that the pool doesn't know.",
+    )
     SC803 = (
         "the runtime doesn't serve these terms",
         "A site has low-rank terms whose factors are all its own, or one term between two shared factors.",

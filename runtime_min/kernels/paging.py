@@ -44,7 +44,9 @@ def place(page_map_ptr, first_page, granule, mask):
 def load_row(pages_ptr, page_map_ptr, first_page, granule, mask, VALUES: tl.constexpr):
     """Return whole granules of one row: `(G,)` granules -> `(G, VALUES)`."""
     where = place(page_map_ptr, first_page, granule, mask)[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
-    return tl.load(pages_ptr + tl.max_contiguous(tl.multiple_of(where, [1, VALUES]), [1, VALUES]), mask=mask[:, None], other=0.0)
+    return tl.load(
+        pages_ptr + tl.max_contiguous(tl.multiple_of(where, [1, VALUES]), [1, VALUES]), mask=mask[:, None], other=0.0
+    )
 
 
 @triton.jit
@@ -61,6 +63,13 @@ def load_values(pages_ptr, page_map_ptr, first_page, offset, index, mask, VALUES
     """Return single values, `index` counting from granule `offset`: for what is short or not aligned."""
     granule = place(page_map_ptr, first_page, offset + index // VALUES, mask)
     return tl.load(pages_ptr + granule * VALUES + index % VALUES, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_shift(pages_ptr, page_map_ptr, first_page, offset, index, mask):
+    """Return float32 values, which lie four to a granule whatever the pool's dtype."""
+    granule = place(page_map_ptr, first_page, offset + index // 4, mask)
+    return tl.load(pages_ptr.to(tl.pointer_type(tl.float32)) + granule * 4 + index % 4, mask=mask, other=0.0)
 
 
 @triton.jit

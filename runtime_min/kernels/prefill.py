@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from scute_compile.runtime_min.kernels.combine import load_shift
 from scute_compile.runtime_min.kernels.paging import (
     A_OFFSET,
     A_PAGES,
@@ -21,11 +20,13 @@ from scute_compile.runtime_min.kernels.paging import (
     DS_OFFSET,
     E_OFFSET,
     OWN_PAGES,
+    PAIR,
     R_OFFSET,
     RANK,
     RECORD,
     SHIFT_OFFSET,
     load_rows,
+    load_shift,
     load_values,
     slice_of,
 )
@@ -33,7 +34,7 @@ from scute_compile.runtime_min.kernels.paging import (
 
 @triton.jit
 def prefill_shrink_kernel(
-    x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
+    x_ptr, h_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr, pair_ptr,
     sites, first_site, h_capacity,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
@@ -48,6 +49,9 @@ def prefill_shrink_kernel(
             tl.load(record + A_PAGES), tl.load(record + A_OFFSET), tl.load(record + A_STRIDE)
         )  # fmt: skip
         own, d_offset = tl.load(record + OWN_PAGES), tl.load(record + D_OFFSET)
+        pair = tl.load(record + PAIR)
+        a_first = tl.load(pair_ptr + tl.maximum(pair, 0) * 8 + 1).to(tl.int64) * VALUES
+        a_stride = tl.load(pair_ptr + tl.maximum(pair, 0) * 8 + 2) * VALUES
         held = tl.arange(0, BLOCK_T) < count
         token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0)
         h_row = tl.load(row_h_ptr + token, mask=held, other=0)
@@ -60,11 +64,20 @@ def prefill_shrink_kernel(
                 mask = held[:, None] & (k < K)[None, :]
                 x = tl.load(x_ptr + token.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
                 granule = step // VALUES + tl.arange(0, STEP)
-                a = load_rows(
-                    pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
-                    (rows < rank)[:, None] & (granule * VALUES < K)[None, :], VALUES,
-                )  # fmt: skip
-                total = tl.dot(x, tl.trans(tl.reshape(a, [BLOCK_R, BLOCK_K])), total, input_precision="ieee")
+                if pair >= 0:
+                    a = tl.load(
+                        shared_ptr + a_first + rows[:, None] * a_stride + k[None, :],
+                        mask=(rows < rank)[:, None] & (k < K)[None, :], other=0.0,
+                    )  # fmt: skip
+                else:
+                    a = tl.reshape(
+                        load_rows(
+                            pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
+                            (rows < rank)[:, None] & (granule * VALUES < K)[None, :], VALUES,
+                        ),
+                        [BLOCK_R, BLOCK_K],
+                    )  # fmt: skip
+                total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
             if d_offset >= 0:
                 d = load_values(pages_ptr, page_map_ptr, own, d_offset, rows, rows < rank, VALUES)
                 total *= d.to(tl.float32)[None, :]
@@ -74,8 +87,8 @@ def prefill_shrink_kernel(
 
 @triton.jit
 def prefill_expand_kernel(
-    y_ptr, h_ptr, bias_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr, rot_position_ptr,
-    sites, first_site, h_capacity, tokens,
+    y_ptr, h_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
+    rot_position_ptr, pair_ptr, sites, first_site, h_capacity, tokens,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, VALUES: tl.constexpr, HAS_ROTATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -103,6 +116,9 @@ def prefill_expand_kernel(
                 first_page, offset, stride = (
                     tl.load(record + B_PAGES), tl.load(record + B_OFFSET), tl.load(record + B_STRIDE)
                 )  # fmt: skip
+                pair = tl.load(record + PAIR)
+                b_first = tl.load(pair_ptr + tl.maximum(pair, 0) * 8 + 3).to(tl.int64) * VALUES
+                b_stride = tl.load(pair_ptr + tl.maximum(pair, 0) * 8 + 4) * VALUES
                 h_row = tl.load(row_h_ptr + token, mask=held, other=0)
                 STEP: tl.constexpr = BLOCK_N // VALUES
                 granule = column // VALUES + tl.arange(0, STEP)
@@ -112,11 +128,19 @@ def prefill_expand_kernel(
                         h_ptr + which * h_capacity + h_row[:, None] + rows[None, :],
                         mask=held[:, None] & (rows < rank)[None, :], other=0.0,
                     )  # fmt: skip
-                    b = load_rows(
-                        pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
-                        (rows < rank)[:, None] & (granule * VALUES < width)[None, :], VALUES,
-                    )  # fmt: skip
-                    b = tl.reshape(b, [BLOCK_R, BLOCK_N])
+                    if pair >= 0:
+                        b = tl.load(
+                            shared_ptr + b_first + rows[:, None] * b_stride + columns[None, :],
+                            mask=(rows < rank)[:, None] & in_slice[None, :], other=0.0,
+                        )  # fmt: skip
+                    else:
+                        b = tl.reshape(
+                            load_rows(
+                                pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
+                                (rows < rank)[:, None] & (granule * VALUES < width)[None, :], VALUES,
+                            ),
+                            [BLOCK_R, BLOCK_N],
+                        )  # fmt: skip
                     high = h.to(b.dtype)
                     total = tl.dot(high, b, total, input_precision="ieee")
                     if b.dtype != tl.float32:

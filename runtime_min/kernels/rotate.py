@@ -15,7 +15,7 @@ from scute_compile.runtime_min.kernels.paging import (
     R_OFFSET,
     R_SHARED,
     RECORD,
-    load_rows,
+    load_row,
     load_values,
 )
 
@@ -25,6 +25,54 @@ def _copy(token, column, x_ptr, out_ptr, K: tl.constexpr, BLOCK: tl.constexpr):
     k = column + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=k < K, other=0.0)
     tl.store(out_ptr + token.to(tl.int64) * K + k, x, mask=k < K)
+
+
+@triton.jit
+def _diagonal(
+    column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, K: tl.constexpr, BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    k = column + tl.arange(0, BLOCK)
+    delta = load_values(pages_ptr, page_map_ptr, own, offset, k, k < K, VALUES).to(tl.float32)
+    x = tl.load(x_row + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(out_row + k, (x * delta).to(out_row.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def _granules(
+    column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, block, shared, K: tl.constexpr, BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    STEP: tl.constexpr = BLOCK // VALUES
+    k = column + tl.arange(0, STEP) * VALUES
+    inside = k % block
+    stored = tl.where(shared > 0, 0, k // block) * block
+    total = tl.zeros([STEP, VALUES], dtype=tl.float32)
+    for first in range(0, block, DEPTH):
+        for step in tl.static_range(DEPTH):  # independent loads, and no reduction across threads
+            j = first + step
+            mask = (k < K) & (j < block)
+            x = tl.load(x_row + k - inside + j, mask=mask, other=0.0).to(tl.float32)
+            granule = offset + ((stored + j) * block + inside) // VALUES
+            total += x[:, None] * load_row(pages_ptr, page_map_ptr, own, granule, mask, VALUES).to(tl.float32)
+    where = k[:, None] + tl.arange(0, VALUES)[None, :]
+    tl.store(out_row + where, total.to(out_row.dtype.element_ty), mask=(k < K)[:, None])
+
+
+@triton.jit
+def _entries(
+    column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, block, shared, K: tl.constexpr, BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    k = column + tl.arange(0, BLOCK)
+    inside = k % block
+    stored = tl.where(shared > 0, 0, k // block) * block
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for j in range(0, block):
+        x = tl.load(x_row + k - inside + j, mask=k < K, other=0.0).to(tl.float32)
+        index = (stored + j) * block + inside
+        total += x * load_values(pages_ptr, page_map_ptr, own, offset, index, k < K, VALUES).to(tl.float32)
+    tl.store(out_row + k, total.to(out_row.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
@@ -54,35 +102,13 @@ def rotate_kernel(
         x_row = x_ptr + token.to(tl.int64) * K
         out_row = out_ptr + row.to(tl.int64) * K
         if offset < 0:
-            k = column + tl.arange(0, BLOCK)
-            tl.store(out_row + k, tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty), mask=k < K)
+            at = column + tl.arange(0, BLOCK)
+            tl.store(out_row + at, tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty), mask=at < K)
         elif block == 1:
-            k = column + tl.arange(0, BLOCK)
-            delta = load_values(pages_ptr, page_map_ptr, own, offset, k, k < K, VALUES).to(tl.float32)
-            x = tl.load(x_row + k, mask=k < K, other=0.0).to(tl.float32)
-            tl.store(out_row + k, (x * delta).to(out_ptr.dtype.element_ty), mask=k < K)
+            _diagonal(column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, K, BLOCK, VALUES)
         elif WHOLE_GRANULES:
-            STEP: tl.constexpr = BLOCK // VALUES
-            k = column + tl.arange(0, STEP) * VALUES
-            inside = k % block
-            stored = tl.where(shared > 0, 0, k // block) * block
-            total = tl.zeros([STEP, VALUES], dtype=tl.float32)
-            for first in range(0, block, DEPTH):
-                j = first + tl.arange(0, DEPTH)
-                mask = (j < block)[:, None] & (k < K)[None, :]
-                x = tl.load(x_row + (k - inside)[None, :] + j[:, None], mask=mask, other=0.0).to(tl.float32)
-                granule = offset + ((stored[None, :] + j[:, None]) * block + inside[None, :]) // VALUES
-                delta = load_rows(pages_ptr, page_map_ptr, own, granule, mask, VALUES).to(tl.float32)
-                total += tl.sum(x[:, :, None] * delta, axis=0)
-            where = k[:, None] + tl.arange(0, VALUES)[None, :]
-            tl.store(out_row + where, total.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None])
+            _granules(
+                column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, block, shared, K, BLOCK, DEPTH, VALUES
+            )
         else:
-            k = column + tl.arange(0, BLOCK)
-            inside = k % block
-            stored = tl.where(shared > 0, 0, k // block) * block
-            total = tl.zeros([BLOCK], dtype=tl.float32)
-            for j in range(0, block):
-                x = tl.load(x_row + k - inside + j, mask=k < K, other=0.0).to(tl.float32)
-                index = (stored + j) * block + inside
-                total += x * load_values(pages_ptr, page_map_ptr, own, offset, index, k < K, VALUES).to(tl.float32)
-            tl.store(out_row + k, total.to(out_ptr.dtype.element_ty), mask=k < K)
+            _entries(column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, block, shared, K, BLOCK, VALUES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tlc
 
 from scute_compile.runtime_min.kernels.paging import (
     A_OFFSET,
@@ -55,7 +56,12 @@ def _owned(
                 x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=held[:, None] & (k < K), other=0.0)
                 mask = (rows < rank)[:, None] & held[None, :]
                 a = load_rows(
-                    pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :], mask, VALUES
+                    pages_ptr,
+                    page_map_ptr,
+                    first_page,
+                    offset + rows[:, None] * stride + granule[None, :],
+                    mask,
+                    VALUES,
                 )
                 total += a.to(tl.float32) * x.to(tl.float32)[None, :, :]
             h = tl.sum(tl.sum(total, axis=2), axis=1)
@@ -65,7 +71,7 @@ def _owned(
 
 @triton.jit
 def _shared(
-    work, x_ptr, hs_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, block_ptr, pair_rows_ptr, pair_ptr,
+    work, x_ptr, hs_ptr, shared_ptr, directory_ptr, swork_ptr, block_ptr, pair_rows_ptr, pair_ptr,
     row_slot_ptr, sites, first_site, hs_rows, hs_ranks,
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -84,11 +90,9 @@ def _shared(
         used += (mine == pair).to(tl.int32)
     if tl.sum(used) > 0:  # a pair is one pair at all its sites; a site that no tenant adapts costs nothing
         rank = tl.load(pair_ptr + pair * 8)
-        first_page, offset, stride = (
-            tl.load(pair_ptr + pair * 8 + 1), tl.load(pair_ptr + pair * 8 + 2), tl.load(pair_ptr + pair * 8 + 3)
-        )  # fmt: skip
+        a_first = tl.load(pair_ptr + pair * 8 + 1).to(tl.int64) * VALUES
+        stride = tl.load(pair_ptr + pair * 8 + 2) * VALUES
         RUN: tl.constexpr = ((K + SPLIT - 1) // SPLIT + BLOCK_K - 1) // BLOCK_K * BLOCK_K
-        STEP: tl.constexpr = BLOCK_K // VALUES
         rows = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
         total = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
         for step in range(0, RUN, BLOCK_K):
@@ -96,27 +100,27 @@ def _shared(
             x = tl.load(
                 x_ptr + token.to(tl.int64)[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0
             )
-            granule = (part * RUN + step) // VALUES + tl.arange(0, STEP)
-            mask = (rows < rank)[:, None] & (granule * VALUES < K)[None, :]
-            a = load_rows(
-                pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :], mask, VALUES
-            )
-            a = tl.reshape(a, [BLOCK_R, BLOCK_K])
-            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+            a = tl.load(
+                shared_ptr + a_first + rows[None, :] * stride + k[:, None],
+                mask=(rows < rank)[None, :] & (k < K)[:, None], other=0.0, eviction_policy="evict_last",
+            )  # fmt: skip
+            total = tl.dot(x, a, total, input_precision="ieee")
         where = (part * hs_rows + first + tl.arange(0, BLOCK_T)[:, None]) * hs_ranks + rows[None, :]
         tl.store(hs_ptr + where, total, mask=held[:, None] & (rows < rank)[None, :])
 
 
 @triton.jit
 def shrink_kernel(
-    x_ptr, h_ptr, hs_ptr, pages_ptr, page_map_ptr, directory_ptr, counts_ptr, row_slot_ptr, seg_slot_ptr,
+    x_ptr, h_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, counts_ptr, row_slot_ptr, seg_slot_ptr,
     seg_start_ptr, seg_rows_ptr, row_h_ptr, work_ptr, swork_ptr, block_ptr, pair_rows_ptr, pair_ptr,
     sites, first_site, h_capacity, hs_rows, hs_ranks,
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     SPLIT_S: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    HAS_OWNED: tl.constexpr, HAS_SHARED: tl.constexpr,
+    HAS_OWNED: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See `scute_compile.runtime_min.reference.shrink`. Programs take records in turn; the counts lie on the device."""
+    if PDL:
+        tlc.gdc_launch_dependents()  # the expand may load its own factors meanwhile; it waits for all of this grid
     owned = tl.load(counts_ptr) * SLICES * SPLIT
     shared = tl.load(counts_ptr + 1) * SPLIT_S
     for work in range(tl.program_id(0), owned + shared, tl.num_programs(0)):
@@ -124,7 +128,7 @@ def shrink_kernel(
         if HAS_SHARED:
             if work < shared:
                 _shared(
-                    work, x_ptr, hs_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, block_ptr, pair_rows_ptr,
+                    work, x_ptr, hs_ptr, shared_ptr, directory_ptr, swork_ptr, block_ptr, pair_rows_ptr,
                     pair_ptr, row_slot_ptr, sites, first_site, hs_rows, hs_ranks,
                     K, SLICES, SPLIT_S, BLOCK_K, VALUES, BLOCK_T, BLOCK_R,
                 )  # fmt: skip

@@ -1,0 +1,31 @@
+"""Serves one batch in which every row has another adapter, from artifacts that `scute compile` made.
+
+scute demo -o example
+python examples/mixed_batch.py example
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from scute_compile.runtime_min.adapted_model import AdaptedModel
+
+
+def main(folder: Path) -> None:
+    """Print what each row would say next."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+    artifacts = {path.name: path for path in sorted((folder / "store").iterdir()) if (path / "manifest.json").exists()}
+    rows = [None, *artifacts]
+    ids = torch.arange(8).repeat(len(rows), 1)  # the same eight tokens in every row
+    with AdaptedModel(model, artifacts) as adapted, torch.no_grad():
+        logits = adapted(input_ids=ids, adapter_ids=rows).logits
+    for row, adapter in enumerate(rows):
+        print(f"{adapter or 'base':<8} next token {int(logits[row, -1].argmax())}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,141 @@
+"""What a resident pool refuses, and how it says so; every check comes before anything on the device is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import Findings, fail
+from scute_compile.runtime_min.image import AdapterImage
+from scute_compile.runtime_min.page_pool import PageCounts
+from scute_compile.runtime_min.record import PAGE_BYTES
+from scute_compile.runtime_min.residents import Resident
+
+
+def check_known(names: Iterable[str], known: Mapping[str, AdapterImage]) -> None:
+    """Refuse names that the pool doesn't know, all of them together (SC802)."""
+    findings = Findings()
+    for name in names:
+        if name not in known:
+            some = ", ".join(list(known)[:8]) + (", ..." if len(known) > 8 else "")
+            findings.error(
+                Code.SC802,
+                where=name,
+                found="no adapter of that name",
+                expected=f"one of the {len(known)} that were added: {some}" if known else "an adapter that was added",
+                next="add it first, or correct the name",
+            )
+    findings.raise_if_errors()
+
+
+def check_resident(name: str, resident: Container[str]) -> None:
+    """Refuse an adapter that is in host memory alone (SC802)."""
+    if name not in resident:
+        fail(
+            Code.SC802,
+            where=name,
+            found="an adapter in host memory alone",
+            expected="one that is on the device",
+            next="bring it in first: ensure, acquire or pin it",
+        )
+
+
+def check_new(name: str, known: Mapping[str, AdapterImage]) -> None:
+    """Refuse a second adapter of one name (SC806)."""
+    if name in known:
+        fail(
+            Code.SC806,
+            where=name,
+            found=f"an adapter of that name, {known[name].payload} bytes",
+            expected="a new name",
+            next="replace it, or remove it first",
+        )
+
+
+def check_layout(image: AdapterImage, *, sites: int, dtype: torch.dtype) -> None:
+    """Refuse an image that was laid out for another pool (SC801), or that has several shared pairs (SC803)."""
+    if image.dtype is not dtype or len(image.records) != sites:
+        fail(
+            Code.SC801,
+            where=image.name,
+            found=f"an image in {image.dtype} for {len(image.records)} layers",
+            expected=f"one in {dtype} for {sites} layers",
+            next="lay it out for this pool",
+        )
+    if len(image.pairs) > 1:
+        fail(
+            Code.SC803,
+            where=image.name,
+            found=f"{len(image.pairs)} different pairs of shared factors, or of their columns",
+            expected="one pair for all sites of an adapter",
+            next="serve it with tp 1, where sites use the same columns, or on another engine",
+        )
+
+
+def check_size(image: AdapterImage, *, there: int) -> None:
+    """Refuse an adapter that needs more than all `there` pages (SC805)."""
+    needed = image.pages + sum(factor.pages for factor in image.factors)
+    if needed > there:
+        fail(
+            Code.SC805,
+            where=image.name,
+            found=f"{needed * PAGE_BYTES} bytes needed, with its shared factors",
+            expected=f"at most {there * PAGE_BYTES} bytes, the whole pool",
+            next=f"give the pool at least {needed} pages",
+        )
+
+
+def check_batch(
+    batch: Mapping[str, AdapterImage], held: Sequence[AdapterImage], *, slots: int, pages: int, pairs: int
+) -> None:
+    """Refuse adapters that don't fit at once beside those that are held (SC804; SC805 for one that stands alone)."""
+    names, images = list(batch), [*batch.values(), *held]
+    factors = {factor.key: factor.pages for image in images for factor in image.factors}
+    needed = sum(image.pages for image in images) + sum(factors.values())
+    distinct = len({pair.key for image in images for pair in image.pairs})
+    if len(images) <= slots and needed <= pages and distinct <= pairs:
+        return
+    fail(
+        Code.SC804 if len(images) > 1 else Code.SC805,
+        where=", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+        found=f"{len(names)} adapters, and {len(held)} others that are held: "
+        f"{len(images)} slots, {needed * PAGE_BYTES} bytes, {distinct} shared pairs",
+        expected=f"at most {slots} slots, {pages * PAGE_BYTES} bytes that aren't lent, {pairs} shared pairs",
+        next="split the batch, release or unpin others, or make the pool larger",
+    )
+
+
+def refuse_room(image: AdapterImage, *, needed: int, free: int) -> NoReturn:
+    """Refuse an adapter that finds no room beside those that are held (SC804)."""
+    fail(
+        Code.SC804,
+        where=image.name,
+        found=f"{needed * PAGE_BYTES} bytes and a slot needed, {free * PAGE_BYTES} bytes free",
+        expected="room for one more adapter beside those that are held",
+        next="release a step, unpin adapters, or make the pool larger",
+    )
+
+
+def refuse_eviction(name: str, resident: Resident) -> NoReturn:
+    """Refuse to evict an adapter that is held (SC806)."""
+    fail(
+        Code.SC806,
+        where=name,
+        found=f"{resident.uses} running steps that read it" if resident.uses else "a pinned adapter",
+        expected="an adapter that no step reads and nothing pins",
+        next="release the step's lease first" if resident.uses else "unpin it first",
+    )
+
+
+def refuse_loan(count: int, counts: PageCounts, *, lendable: int, held: int) -> NoReturn:
+    """Refuse a loan that is over the limit, or for which too few pages can be freed (SC805)."""
+    fail(
+        Code.SC805,
+        where="a loan to the cache",
+        found=f"{count} pages asked, {counts.lent} lent already, {counts.free} free, {held} of adapters that are held",
+        expected=f"at most {lendable} of {counts.total} pages lent, and room beside the adapters that are held",
+        next="raise the part of the pool that may be lent, or end requests first",
+    )

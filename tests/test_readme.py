@@ -1,0 +1,108 @@
+"""What the README shows is what happens. Set SCUTE_UPDATE_GOLDEN=1 to write it anew, and read the difference."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from scute_compile.cli import app
+from scute_compile.demo import DemoReport, demo
+from tests.readme import PICTURE, README, ROOT, WIDTH, commands, masked, picture, printed, with_map, with_outputs, words
+
+UPDATE = bool(os.environ.get("SCUTE_UPDATE_GOLDEN"))
+HEAVY = {"torch", "transformers", "peft"}
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoReport]:
+    """The folder in which the README's commands are run: it holds what `scute demo -o example` leaves."""
+    folder = tmp_path_factory.mktemp("readme")
+    with contextlib.chdir(folder):
+        return folder, demo(Path("example"), quiet=True)
+
+
+def readme() -> str:
+    return README.read_text(encoding="utf-8")
+
+
+def test_every_command_prints_what_the_readme_shows(
+    example: tuple[Path, DemoReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    now = with_outputs(readme(), lambda command: printed(command, example[0]))
+    if UPDATE:
+        README.write_text(now, encoding="utf-8")
+    assert masked(now) == masked(readme())
+    assert sum(command.runs_here for command in commands(now)) >= 7
+
+
+def test_the_picture_shows_what_the_demo_prints(example: tuple[Path, DemoReport]) -> None:
+    folder, report = example
+    del folder
+    svg = picture(DemoReport(rows=report.rows, explained=report.explained, folder=None))
+    if UPDATE:
+        PICTURE.write_text(svg, encoding="utf-8")
+    assert words(svg) == words(PICTURE.read_text(encoding="utf-8"))
+    assert "every row equals PEFT" in words(svg)
+    assert "url(" not in svg.replace("url(#", "")
+
+
+def test_the_code_map_is_the_tree() -> None:
+    now = with_map(readme())
+    if UPDATE:
+        README.write_text(now, encoding="utf-8")
+    assert now == readme()
+    assert "scute_compile/pipeline.py" in now
+
+
+def test_the_synopsis_has_every_command_with_its_options() -> None:
+    block = next(text for text in re.findall(r"```text\n(.*?)```", readme(), re.DOTALL) if "scute compile" in text)
+    shown = {line.split()[1]: set(re.findall(r"--[a-z-]+", line)) for line in block.splitlines()}
+    group = typer.main.get_command(app)
+    real = {
+        name: {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+        for name, command in group.commands.items()  # type: ignore[attr-defined] # a group, as it has commands
+    }
+    assert shown == {name: options - {"--help", "--json"} for name, options in real.items()}
+    assert all("--json" in options for options in real.values())
+
+
+def test_the_setup_commands_are_what_the_checks_run() -> None:
+    setup = [command.line for command in commands(readme()) if not command.runs_here]
+    main_job, tests, _ = setup
+    venv, activate, install, run = tests.split(" && ")
+    assert (venv, activate) == ("python3 -m venv .venv", ". .venv/bin/activate")
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert install in script
+    assert run in script
+    plain = install.replace("'.[test]'", ".")
+    assert main_job == f"{venv} && {activate} && {plain} && scute demo"
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_light_install_names_all_dependencies_but_the_heavy_ones() -> None:
+    light = [command.line for command in commands(readme()) if not command.runs_here][2]
+    named = set(light.split(" && ")[0].removeprefix("pip install ").split())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[<>=\[; ]", line)[0] for line in project["dependencies"]}
+    assert named == declared - HEAVY
+    assert declared > HEAVY
+
+
+def test_the_example_program_serves_every_adapter_of_the_demo(example: tuple[Path, DemoReport]) -> None:
+    program = ROOT / "examples" / "mixed_batch.py"
+    done = subprocess.run(
+        [sys.executable, program, "example"], cwd=example[0], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert {line[0] for line in said} == {"base", "lora", "dora", "ia3", "vera", "oft", "adalora"}
+    assert len({line[-1] for line in said}) > 1

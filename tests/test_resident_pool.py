@@ -1,0 +1,226 @@
+"""The resident pool: what is in reads back bit for bit, what is held stays, and refusals leave everything as it was."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scute_compile.diagnostics import ScuteError
+from scute_compile.runtime_min.record import PAGE_BYTES
+from tests.pool_images import METHODS, assert_reads_back, image, pool_of, shared_factors
+
+
+def code_of(error: pytest.ExceptionInfo[ScuteError]) -> str:
+    """The code of the first finding."""
+    return error.value.diagnostics[0].code.name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_of_odd_shapes_read_back(method: str) -> None:
+    pool = pool_of(200, 2)
+    for seed in (5, 6):
+        assert_reads_back(pool, pool.load(f"{method}{seed}", image(method, seed)), method, seed)
+
+
+def test_a_shared_pair_is_stored_once_and_goes_with_its_last_tenant() -> None:
+    pool = pool_of(200, 4)
+    pool.load("first", image("vera", 1))
+    one = pool.stats()
+    pool.load("second", image("vera", 3))
+    two = pool.stats()
+    assert set(one.factors) == set(two.factors) == {"a1", "b1"}
+    assert two.pages.in_use - one.pages.in_use == image("vera", 3).pages
+    assert {facts.pair for facts in pool.facts.values()} == {0}
+    pool.evict("first")
+    assert_reads_back(pool, pool.resident["second"], "vera", 3)
+    pool.evict("second")
+    assert pool.stats().factors == {}
+    assert pool.stats().pages.in_use == 0
+    assert not any(any(row) for row in pool.pairs)
+
+
+def test_a_shared_pair_stays_while_its_tenants_take_turns() -> None:
+    pool = pool_of(200, 1)
+    pool.load("first", image("vera", 1))
+    start, other = pool.pairs[0][1], pool.pairs[0][4]
+    marked = pool.memory.page_map[[start, other]].long()
+    pool.memory.pages[marked] = 7.0
+    pool.load("second", image("vera", 3))
+    assert tuple(pool.resident) == ("second",)
+    assert (pool.pairs[0][1], pool.pairs[0][4]) == (start, other)
+    assert bool((pool.memory.pages[marked] == 7.0).all()), "its pages were written again"
+
+
+def test_a_pair_that_is_needed_counts_as_no_room() -> None:
+    """The pair's pages don't become free when its last tenant makes way for another tenant of it."""
+    small, large, other = image("vera", 1), image("vera", 3), image("lora", 5)
+    factors = sum(factor.pages for factor in small.factors)
+    pool = pool_of(factors + small.pages + other.pages, 3)
+    pool.load("small", small)
+    pool.load("pinned", other)
+    pool.pin("pinned")
+    pool.add("large", replace(large, buffer=torch.zeros((small.pages + 1) * PAGE_BYTES, dtype=torch.uint8)))
+    assert pool.prefetch(["large"]) == ()
+    assert tuple(pool.resident) == ("small", "pinned")
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    pool = pool_of(200, 3)
+    for seed in (1, 2, 3):
+        pool.load(f"t{seed}", image("ia3", seed))
+    with pool.in_use(["t1"]):
+        pass
+    pool.load("t4", image("ia3", 4))
+    assert list(pool.resident) == ["t3", "t1", "t4"]
+    pool.ensure(["t3", "t2"])
+    assert list(pool.resident) == ["t4", "t3", "t2"]
+
+
+def test_what_a_step_uses_or_a_pin_holds_is_never_evicted() -> None:
+    pool = pool_of(200, 3)
+    for seed in (1, 2, 3):
+        pool.load(f"t{seed}", image("dora", seed))
+    pool.pin("t1")
+    with pool.in_use(["t2"]) as slots:
+        pool.load("t4", image("dora", 4))
+        assert "t3" not in pool.resident
+        with pytest.raises(ScuteError) as crowded:
+            pool.ensure(["t3", "t4"])
+        assert code_of(crowded) == "SC804"
+        assert pool.prefetch(["t3"]) == ("t3",)
+        for name in ("t1", "t2"):
+            with pytest.raises(ScuteError) as held:
+                pool.evict(name)
+            assert code_of(held) == "SC806"
+        assert_reads_back(pool, slots["t2"], "dora", 2)
+    assert_reads_back(pool, pool.resident["t1"], "dora", 1)
+
+
+def test_running_steps_keep_reading_what_was_replaced() -> None:
+    pool = pool_of(400, 2)
+    pool.load("tenant", image("lora", 1))
+    lease = pool.acquire(["tenant"])
+    pool.replace("tenant", image("oft", 2))
+    assert_reads_back(pool, lease.slots["tenant"], "lora", 1)
+    assert_reads_back(pool, pool.ensure(["tenant"])["tenant"], "oft", 2)
+    pool.release(lease)
+    assert pool.stats().slots_in_use == 1
+    assert pool.stats().adapters == {"tenant": image("oft", 2).pages * PAGE_BYTES}
+
+
+def test_the_only_slot_is_enough_to_replace_an_idle_adapter() -> None:
+    pool = pool_of(200, 1)
+    pool.load("tenant", image("lora", 1))
+    pool.pin("tenant")
+    pool.replace("tenant", image("vera", 2))
+    assert_reads_back(pool, pool.resident["tenant"], "vera", 2)
+    with pytest.raises(ScuteError, match="pinned"):
+        pool.evict("tenant")
+
+
+def test_an_adapter_that_a_step_reads_is_not_replaced_where_no_room_is() -> None:
+    pool = pool_of(200, 1)
+    pool.load("tenant", image("lora", 1))
+    with pool.in_use(["tenant"]) as slots:
+        with pytest.raises(ScuteError) as refused:
+            pool.replace("tenant", image("ia3", 2))
+        assert code_of(refused) == "SC804"
+        assert_reads_back(pool, slots["tenant"], "lora", 1)
+    assert_reads_back(pool, pool.ensure(["tenant"])["tenant"], "lora", 1)
+
+
+def test_unknown_adapters_are_named_together() -> None:
+    pool = pool_of(100, 2)
+    pool.add("here", image("ia3", 1))
+    with pytest.raises(ScuteError) as refused:
+        pool.acquire(["one", "here", "two"])
+    assert [(item.code.name, item.where) for item in refused.value.diagnostics] == [("SC802", "one"), ("SC802", "two")]
+    assert not pool.resident
+
+
+def test_more_distinct_adapters_than_slots_are_refused_before_anything_moves() -> None:
+    pool = pool_of(400, 2)
+    for seed in (1, 2, 3):
+        pool.add(f"t{seed}", image("lora", seed))
+    pool.ensure(["t1"])
+    with pytest.raises(ScuteError, match="3 slots") as refused:
+        pool.ensure(["t1", "t2", "t3", "t1"])
+    assert code_of(refused) == "SC804"
+    assert list(pool.resident) == ["t1"]
+
+
+def test_an_adapter_larger_than_the_pool_says_both_sizes() -> None:
+    large = image("dora", 12)
+    pool = pool_of(large.pages - 1, 2)
+    with pytest.raises(ScuteError) as refused:
+        pool.load("tenant", large)
+    assert code_of(refused) == "SC805"
+    text = str(refused.value)
+    assert f"{large.pages * PAGE_BYTES} bytes needed" in text
+    assert f"{(large.pages - 1) * PAGE_BYTES} bytes" in text
+    assert pool.names == ()
+
+
+def test_a_name_is_taken_until_it_is_removed() -> None:
+    pool = pool_of(100, 2)
+    pool.load("tenant", image("ia3", 1))
+    with pytest.raises(ScuteError) as refused:
+        pool.add("tenant", image("ia3", 2))
+    assert code_of(refused) == "SC806"
+    pool.remove("tenant")
+    pool.load("tenant", image("ia3", 2))
+    assert_reads_back(pool, pool.resident["tenant"], "ia3", 2)
+
+
+def test_a_cache_and_adapters_draw_on_one_budget() -> None:
+    lora = image("lora", 5)
+    pool = pool_of(2 * lora.pages + 4, 4, lendable=lora.pages + 10)
+    pool.load("idle", lora)
+    pool.load("busy", image("lora", 5))
+    with pool.in_use(["busy"]) as slots:
+        loan = pool.lend(5)  # one page more than is free: the idle adapter goes
+        assert list(pool.resident) == ["busy"]
+        pool.memory.pages[loan.long()] = 7.0
+        assert_reads_back(pool, slots["busy"], "lora", 5)
+        assert (pool.stats().pages.lent, pool.stats().pages.in_use) == (5, lora.pages)
+        with pytest.raises(ScuteError, match="lent already") as refused:
+            pool.lend(lora.pages + 6)
+        assert code_of(refused) == "SC805"
+        with pytest.raises(ScuteError, match="aren't lent") as crowded:
+            pool.ensure(["idle"])
+        assert code_of(crowded) == "SC804"
+        pool.reclaim(loan)
+        pool.ensure(["idle"])
+    assert_reads_back(pool, pool.resident["idle"], "lora", 5)
+
+
+def test_the_page_map_closes_its_gaps_and_no_page_moves() -> None:
+    small, large = image("ia3", 4), image("dora", 12)
+    count = 2 * -(-large.pages // small.pages)
+    pool = pool_of(count * small.pages, count, map_entries=0)
+    for number in range(count):
+        pool.load(f"t{number}", small)
+    for number in range(0, count, 2):
+        pool.evict(f"t{number}")
+    kept = tuple(pool.resident)
+    pool.load("large", large)
+    assert pool.stats().map_moved == len(kept) * small.pages > 0
+    assert pool.stats().pages.moved == 0
+    assert_reads_back(pool, pool.resident["large"], "dora", 12)
+    for name in kept:
+        assert_reads_back(pool, pool.resident[name], "ia3", 4)
+
+
+def test_statistics_print_and_serialize() -> None:
+    pool = pool_of(100, 4, lendable=10)
+    pool.load("tenant", image("vera", 1))
+    pool.lend(3)
+    stats = pool.stats()
+    told = json.loads(json.dumps(stats.to_json()))
+    assert told["pages"]["in_use"] + told["pages"]["lent"] + told["pages"]["free"] == told["pages"]["total"] == 100
+    assert told["adapters"] == {"tenant": image("vera", 1).pages * PAGE_BYTES}
+    assert sum(told["factors"].values()) == sum(factor.pages for factor in shared_factors(1)) * PAGE_BYTES
+    assert f"{stats.pages.waste_ratio:.2%}" in str(stats)
