@@ -101,8 +101,7 @@ def swap(case: tuple[str, str, int], sites: Sequence[SiteSlot], device: torch.de
     """Let adapters take turns in a pool with one slot to spare, so that each comes in anew."""
     label, method, rank = case
     made = images(method, sites, device, rank=rank, count=3)
-    factors = sum(factor.pages for factor in made[0].factors)
-    pool = ResidentPool(sites, num_pages=2 * made[0].pages + factors, slots=2, dtype=DTYPE, device=device)
+    pool = ResidentPool(sites, num_pages=2 * made[0].pages, slots=2, dtype=DTYPE, device=device)
     for image in made:
         pool.add(image.name, image)
     turn = 0
@@ -183,9 +182,11 @@ def tenants(sites: Sequence[SiteSlot], device: torch.device, count: int) -> Row:
     """Keep `count` IA3 and `count` VeRA tenants resident, and measure what they take."""
     made = {method: images(method, sites, device, rank=0, count=DISTINCT) for method in ("ia3", "vera")}
     factors = sum(factor.pages for factor in made["vera"][0].factors)
-    pages = sum(count * of[0].pages for of in made.values()) + factors
+    pages = sum(count * of[0].pages for of in made.values())
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    pool = ResidentPool(sites, num_pages=pages, slots=2 * count, dtype=DTYPE, device=device, map_entries=pages)
+    pool = ResidentPool(
+        sites, num_pages=pages, slots=2 * count, dtype=DTYPE, device=device, map_entries=pages, shared_pages=factors
+    )  # fmt: skip
     allocated = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
     names = {f"{method}-{number}": of[number % DISTINCT] for method, of in made.items() for number in range(count)}
     for name, image in names.items():
@@ -205,7 +206,7 @@ def tenants(sites: Sequence[SiteSlot], device: torch.device, count: int) -> Row:
         "shared_bytes": factors * PAGE_BYTES,
         "allocated_bytes": allocated,
         "load_seconds": seconds,
-        "load_bandwidth": stats.pages.in_use * PAGE_BYTES / seconds,
+        "load_bandwidth": (stats.pages.in_use + factors) * PAGE_BYTES / seconds,
         "stats": {key: value for key, value in stats.to_json().items() if key != "adapters"},
     }
 

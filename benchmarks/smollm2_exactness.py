@@ -5,16 +5,17 @@
 PEFT makes the adapters; what they learn is drawn away from the identity. Errors are relative: the mean absolute error
 of the log-probabilities over the mean absolute effect of the adapter, in float32 arithmetic.
 
-The yardstick for bfloat16 artifacts is PEFT with its folded factors rounded: from PEFT's own layers this script computes
-what an artifact holds (A; s c B, with s in float64; s - 1; R - I; VeRA's d, e, A and B; AdaLoRA's E in A), rounds it
-to bfloat16, and puts a plain module for the formula in the place of every adapted layer. None of it is the compiler's
-code. The same modules show what costs how much in a lightly trained DoRA: the factors, or `s`.
+The yardstick for bfloat16 artifacts is PEFT with its folded factors rounded: from PEFT's own layers this script
+computes what an artifact holds (A; s c B, with s in float64; s - 1; R - I; VeRA's d, e, A and B; AdaLoRA's E in A),
+rounds it to bfloat16, and puts a plain module for the formula in the place of every adapted layer. None of it is the
+compiler's code. The same modules show what costs how much in a lightly trained DoRA: the factors, or `s`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import tempfile
 import warnings
@@ -59,9 +60,9 @@ METHODS: dict[str, Callable[[], Config]] = {
 
 def load(base: Path) -> torch.nn.Module:
     """Load the base in float32, with plain attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-    loaded: torch.nn.Module = model.eval()
-    return loaded
+    kind: Any = transformers.AutoModelForCausalLM
+    model: torch.nn.Module = kind.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
+    return model
 
 
 def draw(name: str, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -76,7 +77,7 @@ def draw(name: str, values: torch.Tensor, generator: torch.Generator) -> torch.T
     if "lora_E" in name:
         return 1 + 0.3 * noise
     if "lora_A" in name:
-        return noise / values.shape[1] ** 0.5
+        return noise / math.sqrt(values.shape[1])
     return (0.02 if "oft_R" in name else 0.05) * noise
 
 
@@ -184,8 +185,8 @@ class Oracle:
         self.base = base
         generator = torch.Generator().manual_seed(0)
         model = load(base)
-        vocabulary = model.config.vocab_size  # type: ignore[union-attr] # a transformers configuration
-        self.ids = torch.randint(0, int(vocabulary), (4, max(2, -(-tokens // 4))), generator=generator)
+        config: Any = model.config
+        self.ids = torch.randint(0, config.vocab_size, (4, max(2, -(-tokens // 4))), generator=generator)
         self.plain = self.run(model)
         wrapped = PeftModel.from_pretrained(model, adapter).eval()
         self.theirs = self.run(wrapped)
@@ -232,6 +233,14 @@ def compile_as(adapter: Path, base: Path, store: Path, tp: int, dtype: str) -> P
     return result
 
 
+def verified(artifact: Path, adapter: Path, base: Path, tokens: int) -> float:
+    """Return the relative error that `scute verify` reports."""
+    result = verify(artifact, adapter, base, tokens=tokens)
+    if result.relative_error is None:
+        raise AssertionError(result)
+    return result.relative_error
+
+
 def measure(method: str, base: Path, work: Path, tokens: int) -> dict[str, object]:
     """Compare one method's artifacts with PEFT."""
     adapter = make_adapter(method, base, work / method)
@@ -241,8 +250,7 @@ def measure(method: str, base: Path, work: Path, tokens: int) -> dict[str, objec
     for dtype in ("float32", "bfloat16"):
         for tp in (1, 3):
             artifact = compile_as(adapter, base, work / "store", tp, dtype)
-            error = verify(artifact, adapter, base, tokens=tokens).relative_error or 0.0
-            row[f"{dtype} tp {tp}"] = error
+            row[f"{dtype} tp {tp}"] = error = verified(artifact, adapter, base, tokens)
             if dtype == "bfloat16":
                 row[f"ratio tp {tp}"] = error / rounded
     return row
@@ -262,13 +270,13 @@ def measure_light(base: Path, work: Path, tokens: int, steps: int, rate: float) 
         "s dropped": lambda slots: slots.each(torch.zeros_like, "ds"),
     }
     row: dict[str, object] = {
-        "rate": rate, "steps": steps, "effect": oracle.effect, "ds root mean square": spread.square().mean().sqrt().item(),
-        "ds largest": spread.abs().max().item(),
+        "rate": rate, "steps": steps, "effect": oracle.effect,
+        "ds root mean square": spread.square().mean().sqrt().item(), "ds largest": spread.abs().max().item(),
     }  # fmt: skip
     row |= {name: oracle.error(change) for name, change in kinds.items()}
     for dtype in ("bfloat16", "float32"):
         artifact = compile_as(adapter, base, work / "store", 1, dtype)
-        row[f"artifact in {dtype}"] = verify(artifact, adapter, base, tokens=tokens).relative_error
+        row[f"artifact in {dtype}"] = verified(artifact, adapter, base, tokens)
     return row
 
 

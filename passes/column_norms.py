@@ -22,7 +22,7 @@ from scute_compile.passes.evaluate import Array
 from scute_compile.passes.scale import NormPlan, plan_norm
 
 CANCELLING = 4.0
-"""`|c A B| / |W + c A B|` of a column from which on float32 products lose too much: they leave about 1e-7 of `c A B`."""
+"""`|c A B| / |W + c A B|` of a column above which float32 is too coarse: its products err by about 1e-7 of `c A B`."""
 
 RUN = 1024
 """Entries whose squares are summed in float32 at most; a sum of 28672 squares of bfloat16 values is off by 3e-6."""
@@ -71,7 +71,7 @@ def stream_norms(
 def one_thread_per_operation() -> Iterator[int]:
     """Keep torch from splitting operations among threads, and give the number of threads that it would have used.
 
-    What is computed here in one go is too small to be worth a barrier; on a busy machine barriers cost most of the time.
+    What is computed in one go is too small to be worth a barrier; on a busy machine barriers cost most of the time.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -109,24 +109,30 @@ def _weight_norms(
 @dataclass(frozen=True, slots=True)
 class _Factors:
     a: torch.Tensor
-    """(rank, in), float64"""
+    """(rank, in), as evaluated."""
     b: torch.Tensor
-    """(out, rank), float64, c folded in."""
+    """(out, rank), as evaluated."""
+    c: float
 
     @classmethod
     def of(cls, request: NormRequest, evaluate: Evaluate) -> _Factors:
-        a, b = (evaluate(request.owner, x).astype(np.float64) for x in (request.norm.a, request.norm.b))
-        return cls(torch.from_numpy(a), torch.from_numpy(b.T * request.norm.c).contiguous())
+        a, b = (torch.from_numpy(np.array(evaluate(request.owner, x))) for x in (request.norm.a, request.norm.b))
+        return cls(a, b.T.contiguous(), request.norm.c)
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and c B in float64; not kept, since a call may hold the factors of many adapters."""
+        return self.a.double(), self.b.double() * self.c
 
     def product_norms(self) -> torch.Tensor:
         """Return `|c A B|` by column, `(out,)`, from A's Gram matrix: the product is not formed."""
-        return ((self.b @ (self.a @ self.a.T)) * self.b).sum(1).clamp(min=0).sqrt()
+        a, b = self.exact()
+        return ((b @ (a @ a.T)) * b).sum(1).clamp(min=0).sqrt()
 
 
 def _row_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
     """Rows are outputs: each tile finishes its rows; products in float32, and sums as far as one run."""
     totals = [torch.empty(plan.rows, dtype=torch.float64) for _ in factors]
-    narrow = [(factor.a.float(), factor.b.float()) for factor in factors]
+    narrow = [tuple(x.float() for x in factor.exact()) for factor in factors]
     sums, run = torch.empty(plan.rows_per_tile, plan.row_width), math.gcd(plan.row_width, RUN)
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         for total, (a, b) in zip(totals, narrow, strict=True):
@@ -140,18 +146,20 @@ def _correct(
     total: torch.Tensor, cancelling: torch.Tensor, plan: NormPlan, factor: _Factors, read_tiles: ReadTiles
 ) -> None:
     """Compute the norms of cancelling columns again, in float64: an unusual adapter's weight is read a second time."""
+    a, b = factor.exact()
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         chosen = cancelling[start:stop]
-        exact = torch.addmm(tile[chosen].double(), factor.b[start:stop][chosen], factor.a)
+        exact = torch.addmm(tile[chosen].double(), b[start:stop][chosen], a)
         total[start:stop][chosen] = torch.linalg.vector_norm(exact, dim=1)
 
 
 def _transposed_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
     """Rows are inputs (Conv1D): squares add up over the tiles, in float64, always in the same order."""
     totals = [torch.zeros(plan.row_width, dtype=torch.float64) for _ in factors]
+    exact = [factor.exact() for factor in factors]
     sums = torch.empty(plan.rows_per_tile, plan.row_width, dtype=torch.float64)
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
-        for total, factor in zip(totals, factors, strict=True):
-            entries = sums[: stop - start].copy_(tile).addmm_(factor.a[:, start:stop].T, factor.b.T)
-            total += entries.square_().sum(0)
+        for total, (a, b) in zip(totals, exact, strict=True):
+            entries = sums[: stop - start].copy_(tile).addmm_(a[:, start:stop].T, b.T)
+            total.add_(entries.square_().sum(0))
     return [total.sqrt_() for total in totals]

@@ -38,7 +38,9 @@ Rounding = Callable[[Array], Array]
 """Rounds to the artifact's dtype and returns the rounded values in float64."""
 
 
-def evaluate(x: Expression, read: Read, given: Given, rounding: Rounding) -> Array:
+def evaluate(  # noqa: C901, PLR0911, PLR0912 - one branch per kind of expression, nothing else
+    x: Expression, read: Read, given: Given, rounding: Rounding
+) -> Array:
     """Return the value of `x`.
 
     Args:

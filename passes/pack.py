@@ -123,9 +123,7 @@ def _pack_as(dtype: DType, package: Package, base: BaseCheckpoint, norms: Norms,
     with new_artifact(store, package.name) as folder, one_thread_per_operation():
         values = _Values(package, base, norms, dtype)
         factors = _write_factors(values, package.program.sites, store)
-        sites = tuple(
-            site_record(site, lambda shared: str(factors[shared]["hash"])) for site in package.program.sites
-        )
+        sites = tuple(site_record(site, lambda shared: str(factors[shared]["hash"])) for site in package.program.sites)
         _write_ranks(folder, values, package.program, sites, dtype)
         write_manifest(folder, _manifest(folder, package, dtype, sites, list(factors.values())))
     open_artifact(store / package.name)  # what was written is read back with every check that readers make
@@ -174,15 +172,14 @@ def _write_factors(values: _Values, sites: Sequence[Site], store: Path) -> dict[
     return factors
 
 
-def _write_ranks(
-    folder: Path, values: _Values, program: Program, sites: Sequence[SiteRecord], dtype: DType
-) -> None:
+def _write_ranks(folder: Path, values: _Values, program: Program, sites: Sequence[SiteRecord], dtype: DType) -> None:
     tp = program.target.tp
     with ExitStack() as stack:
         writers = []
         for rank in range(tp):
             layout = {
-                name: (SAFETENSORS_NAMES[kind], shape) for name, (kind, shape) in file_layout(sites, rank, dtype).items()
+                name: (SAFETENSORS_NAMES[kind], shape)
+                for name, (kind, shape) in file_layout(sites, rank, dtype).items()
             }
             path = folder / rank_file_name(rank, tp)
             writers.append(stack.enter_context(SafetensorsWriter(path, layout, {"format": "scute"})))
@@ -220,7 +217,11 @@ def _slice(site: Site, slot: str, rank: int, tensor: torch.Tensor) -> torch.Tens
 
 
 def _manifest(
-    folder: Path, package: Package, dtype: DType, sites: Sequence[SiteRecord], factors: Sequence[Mapping[str, JsonValue]]
+    folder: Path,
+    package: Package,
+    dtype: DType,
+    sites: Sequence[SiteRecord],
+    factors: Sequence[Mapping[str, JsonValue]],
 ) -> dict[str, JsonValue]:
     program, workload = package.program, package.program.target.workload
     ranks: list[JsonValue] = []

@@ -60,7 +60,9 @@ def _widened(site: Site, target: Linear) -> Expression:
         raise AssertionError(site)
     delta = site.rotation.delta
     vector: Expression = (
-        delta.x if isinstance(delta, Subtract) and delta.y == Fill(1.0, delta.shape) else Add(delta, Fill(1.0, delta.shape))
+        delta.x
+        if isinstance(delta, Subtract) and delta.y == Fill(1.0, delta.shape)
+        else Add(delta, Fill(1.0, delta.shape))
     )
     if len(target.parts) < 2:
         return vector

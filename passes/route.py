@@ -143,7 +143,7 @@ def _why(live: _LiveSlot, best: Candidate, order: Sequence[Candidate], workload:
         if best.route is Route.BEFORE_GEMM:
             sentences.append("adds one rounding of x, which loses an R - I below that rounding; delta rows keep it")
         elif best is not order[0]:
-            sentences.append(f"R - I is below x's rounding, so {order[0].route}, which moves fewer, would lose it")
+            sentences.append(f"{order[0].route} would cost less, but a rotation near the identity may not survive it")
     if best.route in {Route.MERGED_COPY, Route.AS_LORA}:
         sentences.append("the artifact keeps the slot; a runtime makes the copy when it loads the adapter")
     return "; ".join(sentences)

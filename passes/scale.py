@@ -75,7 +75,8 @@ def scale(program: Program) -> Program:
                     action=Action.PLANNED,
                     rule="s = m / colnorm(W + c A B)",
                     neighbours=(("W", Owner.BASE),),
-                    why=f"streamed in {len(list(plan.tiles()))} tiles of {plan.rows_per_tile} x {plan.row_width} weights",
+                    why=f"streamed in {len(list(plan.tiles()))} tiles of {plan.rows_per_tile} x {plan.row_width} "
+                    "weights",
                 )
             )
     return replace(program, notes=program.notes + tuple(notes), stage=Stage.SCALED)

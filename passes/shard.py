@@ -48,7 +48,8 @@ def _check_rotation(site: Site, ranks: Cut, findings: Findings) -> None:
             where=site.name,
             found=f"blocks of {rotation.block} inputs; tp = {tp} cuts the {width} inputs at {across[0]}",
             expected=f"every cut at a multiple of {rotation.block}",
-            next=f"compile with --tp {' or '.join(map(str, works))}, or train with a block size that divides {width // tp}",
+            next=f"compile with --tp {' or '.join(map(str, works))}, or train with a block size that divides "
+            f"{width // tp}",
         )
 
 

@@ -24,7 +24,7 @@ Facts = Mapping[str, TensorFacts]
 """By key of the adapter's checkpoint."""
 
 
-def is_zero(x: Expression | None, facts: Facts) -> bool:
+def is_zero(x: Expression | None, facts: Facts) -> bool:  # noqa: PLR0911 - one return per kind of expression
     """Return whether every entry of `x` is known to be 0."""
     match x:
         case Ref(source=Source.ADAPTER):

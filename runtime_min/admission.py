@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import NoReturn
 
 import torch
@@ -13,6 +14,26 @@ from scute_compile.runtime_min.image import AdapterImage
 from scute_compile.runtime_min.page_pool import PageCounts
 from scute_compile.runtime_min.record import PAGE_BYTES
 from scute_compile.runtime_min.residents import Resident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What adapters take at once, or what there is for them."""
+
+    slots: int
+    pages: int
+    shared: int
+    """Pages of shared factors."""
+    pairs: int
+
+    def fits(self, other: Room) -> bool:
+        """Whether there is no more of anything than in `other`."""
+        mine, there = astuple(self), astuple(other)
+        return all(need <= have for need, have in zip(mine, there, strict=True))
+
+    def __str__(self) -> str:
+        own, shared = self.pages * PAGE_BYTES, self.shared * PAGE_BYTES
+        return f"{self.slots} slots, {own} bytes, {shared} bytes of shared factors, {self.pairs} shared pairs"
 
 
 def check_known(names: Iterable[str], known: Mapping[str, AdapterImage]) -> None:
@@ -75,35 +96,40 @@ def check_layout(image: AdapterImage, *, sites: int, dtype: torch.dtype) -> None
         )
 
 
-def check_size(image: AdapterImage, *, there: int) -> None:
-    """Refuse an adapter that needs more than all `there` pages (SC805)."""
-    needed = image.pages + sum(factor.pages for factor in image.factors)
-    if needed > there:
-        fail(
-            Code.SC805,
-            where=image.name,
-            found=f"{needed * PAGE_BYTES} bytes needed, with its shared factors",
-            expected=f"at most {there * PAGE_BYTES} bytes, the whole pool",
-            next=f"give the pool at least {needed} pages",
-        )
+def check_size(image: AdapterImage, *, pages: int, shared: int) -> None:
+    """Refuse an adapter that needs more than all `pages`, or its factors more than all `shared` pages (SC805)."""
+    factors = sum(factor.pages for factor in image.factors)
+    for needed, there, what, option in (
+        (image.pages, pages, "", "num_pages"),
+        (factors, shared, " for shared factors", "shared_pages"),
+    ):
+        if needed > there:
+            fail(
+                Code.SC805,
+                where=image.name,
+                found=f"{needed * PAGE_BYTES} bytes needed{what}",
+                expected=f"at most {there * PAGE_BYTES} bytes, all that the pool has{what}",
+                next=f"make the pool with {option} of at least {needed}",
+            )
 
 
-def check_batch(
-    batch: Mapping[str, AdapterImage], held: Sequence[AdapterImage], *, slots: int, pages: int, pairs: int
-) -> None:
+def check_batch(batch: Mapping[str, AdapterImage], held: Sequence[AdapterImage], room: Room) -> None:
     """Refuse adapters that don't fit at once beside those that are held (SC804; SC805 for one that stands alone)."""
     names, images = list(batch), [*batch.values(), *held]
     factors = {factor.key: factor.pages for image in images for factor in image.factors}
-    needed = sum(image.pages for image in images) + sum(factors.values())
-    distinct = len({pair.key for image in images for pair in image.pairs})
-    if len(images) <= slots and needed <= pages and distinct <= pairs:
+    needed = Room(
+        slots=len(images),
+        pages=sum(image.pages for image in images),
+        shared=sum(factors.values()),
+        pairs=len({pair.key for image in images for pair in image.pairs}),
+    )
+    if needed.fits(room):
         return
     fail(
         Code.SC804 if len(images) > 1 else Code.SC805,
         where=", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
-        found=f"{len(names)} adapters, and {len(held)} others that are held: "
-        f"{len(images)} slots, {needed * PAGE_BYTES} bytes, {distinct} shared pairs",
-        expected=f"at most {slots} slots, {pages * PAGE_BYTES} bytes that aren't lent, {pairs} shared pairs",
+        found=f"{len(names)} adapters, and {len(held)} others that are held: {needed}",
+        expected=f"at most {room}, what is lent not counted",
         next="split the batch, release or unpin others, or make the pool larger",
     )
 

@@ -20,7 +20,7 @@ STAGING_PAGES = 131072
 
 
 class DeviceMemory:
-    """Pages, page map and directory of one device."""
+    """Pages, page map, directory and shared factors of one device."""
 
     pages: torch.Tensor
     """`(num_pages, values per page)`."""
@@ -29,8 +29,12 @@ class DeviceMemory:
     directory: torch.Tensor
     """int32 `(slots, sites, 16)`; `scute_compile.runtime_min.record.Field` names the fields."""
 
-    def __init__(self, pages: torch.Tensor, *, slots: int, sites: int, map_entries: int) -> None:
+    shared: torch.Tensor
+    """`(shared_pages, values per page)`: shared factors, each in one piece: rows load without a look-up."""
+
+    def __init__(self, pages: torch.Tensor, *, slots: int, sites: int, map_entries: int, shared_pages: int) -> None:
         device = pages.device
+        self.shared = torch.zeros(shared_pages, pages.shape[1], dtype=pages.dtype, device=device)
         self.pages = pages
         self.page_map = torch.zeros(map_entries, dtype=torch.int32, device=device)
         self._absent = absent_records(sites).to(device)
@@ -87,6 +91,12 @@ class DeviceMemory:
                 entries = self.page_map[start + first : start + last]
                 entries.copy_(self._pinned(pages[first:last]), non_blocking=True)
                 target.index_copy_(0, entries.long(), part.view(torch.int64).view(last - first, -1))
+
+    def write_shared(self, buffer: torch.Tensor, start: int) -> None:
+        """Copy a shared factor's image, whole pages, to page `start` of `shared`."""
+        with self._writing():
+            pages = self.shared.view(torch.uint8)[start : start + len(buffer) // PAGE_BYTES]
+            pages.view(-1).copy_(buffer, non_blocking=True)
 
     def write_map(self, pages: Sequence[torch.Tensor]) -> None:
         """Replace the page map's beginning by the pages of all images, one image after the other."""

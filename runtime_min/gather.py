@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from scute_compile.runtime_min.device_memory import DeviceMemory
-from scute_compile.runtime_min.record import GRANULE_BYTES, PAGE_GRANULES, Field, granules
+from scute_compile.runtime_min.record import GRANULE_BYTES, PAGE_GRANULES, Field, granules, values_per_granule
 
 
 def read_rows(
@@ -81,6 +81,10 @@ def read_field(memory: DeviceMemory, slot: int, site: int, field: Field, shape: 
     if field in _FACTORS:
         first_page, stride = (record[part] for part in _FACTORS[field])
         rows, width = shape
+        if record[Field.PAIR] >= 0:
+            start = record[field] * values_per_granule(memory.shared.dtype)
+            step = stride * values_per_granule(memory.shared.dtype)
+            return memory.shared.view(-1)[start : start + rows * step].view(rows, step)[:, :width].contiguous()
         return read_rows(
             memory.pages, memory.page_map, first_page=first_page, offset=record[field], stride=stride,
             shape=(rows, width), dtype=memory.pages.dtype,

@@ -117,7 +117,7 @@ def shared_split(k: int) -> int:
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which terms run beside the GEMM; its programs go first where both wait for a place."""
-    return torch.cuda.Stream(device, priority=-1)
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call] # torch leaves it unannotated
 
 
 def adapted_linear(
@@ -233,7 +233,8 @@ def _expand(
         region("pair_rows"), region("pair"), region("rot_position"), sites, gemm.first_site, capacity.ranks,
         capacity.tokens, capacity.pair_ranks, tokens,
         N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, BLOCK_N=block_n, BLOCK_R=16,
-        SPLIT_S=shared_split(k), BLOCK_NS=SHARED_BLOCK, BLOCK_RS=min(256, triton.next_power_of_2(capacity.pair_ranks)), BLOCK_T=PAIR_TOKENS, VALUES=pool.values,
+        SPLIT_S=shared_split(k), BLOCK_NS=SHARED_BLOCK,
+        BLOCK_RS=min(256, triton.next_power_of_2(capacity.pair_ranks)), BLOCK_T=PAIR_TOKENS, VALUES=pool.values,
         HAS_SHARED=features.shared, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=features.pdl,
         num_warps=warps, **launch,
     )  # fmt: skip

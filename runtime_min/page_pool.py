@@ -7,6 +7,7 @@ takes them back.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,8 +148,8 @@ class PagePool:
         self._top += len(pages)
 
 
-class MapRanges:
-    """Runs of consecutive entries of the page map, best fit first; entries are 4 bytes for each page of 2 KiB."""
+class Runs:
+    """Runs of consecutive entries, best fit first: of the page map, and of the pages of shared factors."""
 
     def __init__(self, entries: int) -> None:
         self._entries = entries
@@ -158,6 +159,13 @@ class MapRanges:
     def free(self) -> int:
         """Entries in no run, wherever they lie."""
         return sum(length for _, length in self._free)
+
+    def has_gaps(self, counts: Iterable[int]) -> bool:
+        """Return whether runs of all these lengths can be allocated."""
+        before = list(self._free)
+        found = all(self.allocate(count) is not None for count in counts)
+        self._free = before
+        return found
 
     def allocate(self, count: int) -> int | None:
         """Return the start of a run of `count` entries, or None when no gap is long enough."""

@@ -28,6 +28,10 @@ class PoolStats:
     map_in_use: int
     map_moved: int
     """Entries of the page map, 4 bytes each, that were rewritten to close gaps."""
+    shared_pages: int
+    """Pages for shared factors, in use or not."""
+    shared_moved: int
+    """Of these, pages that were copied in again to close gaps."""
 
     def to_json(self) -> dict[str, object]:
         """Return the numbers as plain JSON values."""
@@ -51,13 +55,18 @@ class PoolStats:
             "waste_ratio": pages.waste_ratio,
             "slots": {"total": self.slots, "in_use": self.slots_in_use},
             "map": {"total": self.map_entries, "in_use": self.map_in_use, "moved": self.map_moved},
+            "shared": {
+                "bytes": self.shared_pages * PAGE_BYTES,
+                "in_use": sum(self.factors.values()),
+                "moved_pages": self.shared_moved,
+            },
             "adapters": dict(self.adapters),
             "factors": dict(self.factors),
             "host_adapters": self.host_adapters,
         }
 
     def __str__(self) -> str:
-        pages = self.pages
+        pages, shared = self.pages, self.shared_pages * PAGE_BYTES
         rows = [
             f"{'pages of 2 KiB':<24}{pages.total:>12}",
             f"{'  in use':<24}{pages.in_use:>12}   {pages.in_use * PAGE_BYTES:>16} bytes",
@@ -66,7 +75,7 @@ class PoolStats:
             f"{'  moved':<24}{pages.moved:>12}",
             f"{'waste':<24}{pages.waste_ratio:>12.2%}   {pages.wasted:>16} bytes",
             f"{'adapters resident':<24}{len(self.adapters):>12}   {sum(self.adapters.values()):>16} bytes",
-            f"{'shared factors':<24}{len(self.factors):>12}   {sum(self.factors.values()):>16} bytes",
+            f"{'shared factors':<24}{len(self.factors):>12}   {sum(self.factors.values()):>16} bytes of {shared}",
             f"{'slots in use':<24}{self.slots_in_use:>12}   of {self.slots}",
             f"{'adapters in host memory':<24}{self.host_adapters:>12}   {self.host:>16} bytes",
         ]

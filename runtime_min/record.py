@@ -2,6 +2,7 @@
 
 An adapter is one logical run of granules of 16 bytes. Every tensor starts at a granule, and rows of A and B are padded
 to whole granules. `page_map` says which physical page holds each 2 KiB of the run, so that any page serves any adapter.
+Shared factors lie apart, each in one piece.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class Field(IntEnum):
     RANK = 0
     """0: no low-rank term."""
     A_PAGES = 1
-    """Where the pages of A's image start in `page_map`."""
+    """Where the pages of A's image start in `page_map`; -1 for a shared factor."""
     A_OFFSET = 2
+    """In the image; in the memory of shared factors where `PAIR` is not -1."""
     A_STRIDE = 3
     """Granules per row."""
     B_PAGES = 4

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from scute_compile.runtime_min.admission import (
+    Room,
     check_batch,
     check_known,
     check_layout,
@@ -54,6 +55,7 @@ class ResidentPool:
         dtype: torch.dtype,
         device: torch.device,
         map_entries: int | None = None,
+        shared_pages: int = 16384,
         pairs: int = 64,
         tp: int = 1,
         rank: int = 0,
@@ -69,6 +71,7 @@ class ResidentPool:
             dtype: Of all values but `b`.
             device: Where kernels read adapters.
             map_entries: Length of the page map; None: four for each page, so that gaps hardly ever need closing.
+            shared_pages: Pages for shared factors; the default holds two pairs of rank 256 and 14336 features.
             pairs: Most pairs of shared factors (with the columns that a site uses) at once.
             tp: Number of ranks.
             rank: Which of them this is.
@@ -80,7 +83,9 @@ class ResidentPool:
         self._tp, self._rank, self._convert, self._lendable = tp, rank, convert, lendable
         self._pool = PagePool(num_pages, dtype, device)
         entries = 4 * num_pages if map_entries is None else max(map_entries, num_pages)
-        self.memory = DeviceMemory(self._pool.pages, slots=slots, sites=len(self.sites), map_entries=entries)
+        self.memory = DeviceMemory(
+            self._pool.pages, slots=slots, sites=len(self.sites), map_entries=entries, shared_pages=shared_pages
+        )
         self._residents = Residents(self.memory, self._pool, pairs=pairs)
         self._host: dict[str, AdapterImage] = {}
         self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
@@ -96,11 +101,6 @@ class ResidentPool:
     def resident(self) -> Mapping[str, int]:
         """Slot by name of the adapters on the device, least recently used first."""
         return {name: resident.slot for name, resident in self._current.items()}
-
-    def image(self, name: str) -> AdapterImage:
-        """Return an adapter's image in host memory. Raises SC802."""
-        check_known([name], self._host)
-        return self._host[name]
 
     @property
     def facts(self) -> Mapping[int, SlotFacts]:
@@ -277,6 +277,8 @@ class ResidentPool:
             map_entries=len(self.memory.page_map),
             map_in_use=len(self.memory.page_map) - self._residents.map_free,
             map_moved=self._residents.map_moved,
+            shared_pages=len(self.memory.shared),
+            shared_moved=self._residents.shared_moved,
         )
 
     def _read(self, name: str, source: Source) -> AdapterImage:
@@ -290,7 +292,7 @@ class ResidentPool:
                 factors=self._factors, convert=self._convert, pin=self.memory.pin,
             )  # fmt: skip
         check_layout(image, sites=len(self.sites), dtype=self.dtype)
-        check_size(image, there=self._pool.counts.total)
+        check_size(image, pages=self._pool.counts.total, shared=len(self.memory.shared))
         return image
 
     def _resident(self, name: str) -> Resident:
@@ -303,13 +305,13 @@ class ResidentPool:
         batch = [self._current.get(name) for name in names]
         held = [resident.image for resident in self._residents if resident.held and resident not in batch]
         counts = self._pool.counts
-        check_batch(
-            {name: self._host[name] for name in names},
-            held,
+        room = Room(
             slots=len(self.memory.directory),
             pages=counts.total - counts.lent,
+            shared=len(self.memory.shared),
             pairs=self._residents.pair_capacity,
         )
+        check_batch({name: self._host[name] for name in names}, held, room)
 
     def _idle(self, keep: Sequence[str] = ()) -> list[Resident]:
         return [item for name, item in self._current.items() if not item.held and name not in keep]
@@ -317,14 +319,12 @@ class ResidentPool:
     def _bring_in(self, image: AdapterImage, candidates: Sequence[Resident]) -> Resident:
         resident = self._try_in(image, candidates)
         if resident is None:
-            refuse_room(image, needed=self._residents.pages_needed(image), free=self._pool.free)
+            refuse_room(image, needed=image.pages, free=self._pool.free)
         return resident
 
-    def _try_in(
-        self, image: AdapterImage, candidates: Sequence[Resident], *, ahead: bool = False
-    ) -> Resident | None:  # fmt: skip
-        """Bring an adapter in if the candidates' room is enough; `ahead` leaves what a running step reads untouched."""
-        victims = self._residents.victims(image, candidates)
+    def _try_in(self, image: AdapterImage, others: Sequence[Resident], *, ahead: bool = False) -> Resident | None:
+        """Bring an adapter in if the others' room is enough; `ahead` leaves what a running step reads untouched."""
+        victims = self._residents.victims(image, others)
         if victims is None:
             return None
         staged = self.memory.stage(image.buffer)

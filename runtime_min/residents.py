@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from scute_compile.runtime_min.device_memory import DeviceMemory
-from scute_compile.runtime_min.image import AdapterImage, FactorImage, PairWindow
-from scute_compile.runtime_min.page_pool import Holding, MapRanges, PagePool
-from scute_compile.runtime_min.record import PAGE_BYTES, Field
+from scute_compile.runtime_min.image import AdapterImage, FactorImage, FactorWindow, PairWindow
+from scute_compile.runtime_min.page_pool import Holding, PagePool, Runs
+from scute_compile.runtime_min.record import PAGE_BYTES, PAGE_GRANULES, Field
 from scute_compile.runtime_min.step_plan import SlotFacts
 
 
@@ -64,7 +64,8 @@ class Lease:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Factor:
     image: FactorImage
-    placed: Placed
+    start: int
+    """First page in the memory of shared factors."""
     references: int = 0
 
 
@@ -80,7 +81,8 @@ class Residents:
 
     def __init__(self, memory: DeviceMemory, pool: PagePool, *, pairs: int) -> None:
         self._memory, self._pool = memory, pool
-        self._ranges = MapRanges(len(memory.page_map))
+        self._ranges = Runs(len(memory.page_map))
+        self._shared = Runs(len(memory.shared))
         self._slots = list(range(len(memory.directory) - 1, -1, -1))
         self.pair_capacity = pairs
         self._pair_rows = list(range(pairs - 1, -1, -1))
@@ -88,7 +90,9 @@ class Residents:
         self._pairs: dict[tuple[str, int, str, int], _Pair] = {}
         self._placed: list[Resident] = []
         self.map_moved = 0
-        """Entries of the page map that were rewritten to close gaps; pages themselves never move."""
+        """Entries of the page map that were rewritten to close gaps; pages of adapters themselves never move."""
+        self.shared_moved = 0
+        """Pages of shared factors that were copied in again to close gaps."""
 
     def __iter__(self) -> Iterator[Resident]:
         return iter(self._placed)
@@ -120,18 +124,17 @@ class Residents:
     def pairs(self) -> tuple[tuple[int, ...], ...]:
         """By index, what a step must know of each shared pair; zeros where none is.
 
-        Rank, then the start in the page map, offset and stride of A, then of B, and 0.
+        Rank, A's start and row stride, B's start and row stride, in granules of the shared factors' memory, and zeros.
         """
         rows: list[tuple[int, ...]] = [(0,) * 8] * self.pair_capacity
         for pair in self._pairs.values():
             a, b = pair.window.a, pair.window.b
-            a_start, b_start = (self._factors[window.factor.key].placed.start for window in (a, b))
-            rows[pair.index] = (pair.window.rank, a_start, a.offset, a.stride, b_start, b.offset, b.stride, 0)
+            rows[pair.index] = (pair.window.rank, self._granule(a), a.stride, self._granule(b), b.stride, 0, 0, 0)
         return tuple(rows)
 
-    def pages_needed(self, image: AdapterImage, *, alone: bool = False) -> int:
-        """Return the pages that an adapter takes now, or would take if it were `alone`."""
-        return image.pages + sum(f.pages for f in image.factors if alone or f.key not in self._factors)
+    def shared_needed(self, image: AdapterImage) -> int:
+        """Return the pages of the shared factors that an adapter needs and that aren't there."""
+        return sum(factor.pages for factor in image.factors if factor.key not in self._factors)
 
     def victims(self, image: AdapterImage | int, candidates: Iterable[Resident]) -> tuple[Resident, ...] | None:
         """Return the first candidates that must go before an image fits, or None when all of them are too few.
@@ -140,51 +143,54 @@ class Residents:
         (a loan), pages alone count.
         """
         adapter = image if isinstance(image, AdapterImage) else None
-        needed = image if isinstance(image, int) else self.pages_needed(image)
+        needed = image if isinstance(image, int) else image.pages
         factors = Counter({key: factor.references for key, factor in self._factors.items()})
         pairs = Counter({key: pair.references for key, pair in self._pairs.items()})
-        new_pairs = 0
+        new_pairs = new_shared = 0
         if adapter is not None:
             factors.update(factor.key for factor in adapter.factors)
+            new_shared = self.shared_needed(adapter)
             new_pairs = sum(pair.key not in self._pairs for pair in adapter.pairs)
             pairs.update(pair.key for pair in adapter.pairs)
-        free, slots, rows, map_free = self._pool.free, len(self._slots), len(self._pair_rows), self._ranges.free
+        free, shared, map_free = self._pool.free, self._shared.free, self._ranges.free
+        slots, rows = len(self._slots), len(self._pair_rows)
         chosen: list[Resident] = []
         waiting = iter(candidates)
-        while needed > free or (adapter is not None and (slots < 1 or new_pairs > rows or needed > map_free)):
+        while needed > free or (
+            adapter is not None and (slots < 1 or new_pairs > rows or needed > map_free or new_shared > shared)
+        ):
             if (victim := next(waiting, None)) is None:
                 return None
             chosen.append(victim)
             slots += 1
-            freed = victim.image.pages
             for factor in victim.image.factors:
                 factors[factor.key] -= 1
-                freed += 0 if factors[factor.key] else factor.pages
+                shared += 0 if factors[factor.key] else factor.pages
             for pair in victim.image.pairs:
                 pairs[pair.key] -= 1
                 rows += not pairs[pair.key]
-            free, map_free = free + freed, map_free + freed
+            free, map_free = free + victim.image.pages, map_free + victim.image.pages
         return tuple(chosen)
 
     def has_gaps(self, image: AdapterImage) -> bool:
-        """Return whether the page map has a gap for each image; `close_gaps` makes one where room is left."""
-        lengths = [image.pages, *(f.pages for f in image.factors if f.key not in self._factors)]
-        taken = [(self._ranges.allocate(length), length) for length in lengths]
-        for start, length in taken:
-            if start is not None:
-                self._ranges.release(start, length)
-        return all(start is not None for start, _ in taken)
+        """Return whether the page map and the shared factors' memory have gaps that are long enough.
+
+        `close_gaps` makes them where room is left.
+        """
+        own = self._ranges.has_gaps([image.pages])
+        return own and self._shared.has_gaps([f.pages for f in image.factors if f.key not in self._factors])
 
     def place(self, image: AdapterImage, staged: torch.Tensor) -> Resident:
         """Bring a staged adapter in for which there is room, with the shared factors that aren't there yet."""
         new = [factor for factor in image.factors if factor.key not in self._factors]
         with ExitStack() as undo:
             for factor in new:
-                placed = self._place(factor.buffer, factor.pages, factor.payload)
-                undo.callback(self._free, placed)
-                self._factors[factor.key] = _Factor(image=factor, placed=placed)
+                start = self._run(self._shared, factor.pages)
+                undo.callback(self._shared.release, start, factor.pages)
+                self._memory.write_shared(factor.buffer, start)
+                self._factors[factor.key] = _Factor(image=factor, start=start)
                 undo.callback(self._factors.pop, factor.key)
-            own = self._place(image.buffer, image.pages, image.payload, staged)
+            own = self._place(image, staged)
             undo.pop_all()
         for factor in image.factors:
             self._factors[factor.key].references += 1
@@ -231,25 +237,36 @@ class Residents:
         """Rewrite the page map without gaps; no step may be running that was not given to the current stream."""
         self._memory.settle()
         self._ranges.clear()
-        placed = [factor.placed for factor in self._factors.values()] + [resident.own for resident in self._placed]
-        for item in placed:
-            start = self._ranges.allocate(len(item.holding.pages))
-            if start is None:
-                raise RuntimeError("the page map is smaller than what it held")
-            item.start = start
-        self._memory.write_map([item.holding.pages for item in placed])
+        for resident in self._placed:
+            resident.own.start = self._run(self._ranges, resident.image.pages)
+        self._memory.write_map([resident.own.holding.pages for resident in self._placed])
+        self.map_moved += sum(resident.image.pages for resident in self._placed)
+        self._shared.clear()
+        for factor in sorted(self._factors.values(), key=lambda item: item.start):
+            start = self._run(self._shared, factor.image.pages)
+            if start != factor.start:
+                factor.start = start
+                self._memory.write_shared(factor.image.buffer, start)
+                self.shared_moved += factor.image.pages
         for resident in self._placed:
             self._write_records(resident)
-        self.map_moved += sum(len(item.holding.pages) for item in placed)
 
-    def _place(self, buffer: torch.Tensor, pages: int, payload: int, staged: torch.Tensor | None = None) -> Placed:
-        start = self._ranges.allocate(pages)
+    @staticmethod
+    def _run(runs: Runs, count: int) -> int:
+        start = runs.allocate(count)
         if start is None:
-            raise RuntimeError("the page map has no gap: has_gaps was not asked")
-        placed = Placed(holding=self._pool.allocate(pages, payload=payload), start=start)
+            raise RuntimeError("no gap is long enough: has_gaps was not asked")
+        return start
+
+    def _granule(self, window: FactorWindow) -> int:
+        return self._factors[window.factor.key].start * PAGE_GRANULES + window.offset
+
+    def _place(self, image: AdapterImage, staged: torch.Tensor) -> Placed:
+        start = self._run(self._ranges, image.pages)
+        placed = Placed(holding=self._pool.allocate(image.pages, payload=image.payload), start=start)
         with ExitStack() as undo:
             undo.callback(self._free, placed)
-            self._memory.write_image(buffer, placed.holding.pages, start, staged=staged)
+            self._memory.write_image(image.buffer, placed.holding.pages, start, staged=staged)
             undo.pop_all()
         return placed
 
@@ -261,7 +278,8 @@ class Residents:
         held = self._factors[key]
         held.references -= 1
         if not held.references:
-            self._free(self._factors.pop(key).placed)
+            del self._factors[key]
+            self._shared.release(held.start, held.image.pages)
 
     def _hold_pair(self, window: PairWindow) -> int:
         entry = self._pairs.get(window.key)
@@ -278,7 +296,7 @@ class Residents:
             column[column >= 0] += resident.own.start
         for number, window in enumerate(resident.image.pairs):
             at = pair == number
-            records[at, Field.A_PAGES] = self._factors[window.a.factor.key].placed.start
-            records[at, Field.B_PAGES] = self._factors[window.b.factor.key].placed.start
+            records[at, Field.A_OFFSET] = self._granule(window.a)
+            records[at, Field.B_OFFSET] = self._granule(window.b)
             records[at, Field.PAIR] = resident.pairs[number]
         self._memory.write_records(resident.slot, records)

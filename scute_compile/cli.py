@@ -182,9 +182,7 @@ def cost(
     """Predict bytes and milliseconds per decode step for each method and a mixed pool."""
     from scute_compile.commands import cost_report
 
-    workload = Workload(
-        tenants=tenants, tokens=tokens or tenants, bandwidth=bandwidth * 1e9, launch=launch * 1e-6
-    )
+    workload = Workload(tenants=tenants, tokens=tokens or tenants, bandwidth=bandwidth * 1e9, launch=launch * 1e-6)
     report = cost_report(model, workload, _dtype(dtype) or DType.FLOAT16, (rank, vera_rank, oft_block))
     if as_json:
         _print_json(report.to_json())

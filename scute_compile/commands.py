@@ -114,7 +114,12 @@ def _progress(*, quiet: bool) -> Iterator[Advance]:
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     labels = {"base": "reading base weights", "adapters": "packing adapters"}
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
@@ -227,7 +232,9 @@ def cost_report(model: str, workload: Workload, dtype: DType, sizes: tuple[int, 
     known = model in SHAPES or not (Path(model).exists() or "/" in model)
     shape = named_shape(model) if known else shape_of(open_model(model, weights=False).structure)
     rank, vera_rank, oft_block = sizes
-    return cost_table(shape, workload=workload, dtype=dtype, sizes=Sizes(rank=rank, vera_rank=vera_rank, oft_block=oft_block))
+    return cost_table(
+        shape, workload=workload, dtype=dtype, sizes=Sizes(rank=rank, vera_rank=vera_rank, oft_block=oft_block)
+    )
 
 
 def run_demo(out: Path | None, *, quiet: bool) -> DemoReport:

@@ -24,10 +24,10 @@ class Severity(StrEnum):
 
 
 def printable(text: object) -> str:
-    """Return `text` with control characters escaped, so that a name from a file can't drive a terminal.
+    r"""Return `text` with control characters escaped, so that a name from a file can't drive a terminal.
 
-    >>> printable("a\\x1b[31m")
-    'a\\\\x1b[31m'
+    >>> printable("a\x1b[31m")
+    'a\\x1b[31m'
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
 
@@ -63,8 +63,8 @@ class Diagnostic:
     def __str__(self) -> str:
         lines = [f"{self.severity}[{self.code.name}]: {self.code.title}"]
         for label in ("where", "found", "expected", "next"):
-            if value := getattr(self, label):
-                lines.append(f"  {label:<9} {value}")
+            value = getattr(self, label)
+            lines += [f"  {label:<9} {value}"] if value else []
         return "\n".join(lines)
 
 

@@ -43,7 +43,7 @@ class Route(StrEnum):
     SHRINK = "in the shrink"
     BEFORE_GEMM = "before the GEMM"
     DELTA_ROWS = "delta rows of the same GEMM"
-    SEPARATE_PASS = "a separate pass"
+    SEPARATE_PASS = "a separate pass"  # noqa: S105 - a pass over memory, no password
     MERGED_COPY = "a private merged copy"
     AS_LORA = "conversion to LoRA"
 
@@ -182,7 +182,7 @@ class Program:
     """`lora`, `dora`, `ia3`, `vera`, `oft`, `adalora`; what the artifact calls itself."""
     stage: Stage
     sites: tuple[Site, ...]
-    target: Target = Target()
+    target: Target = field(default_factory=Target)
     notes: tuple[Note, ...] = ()
     findings: tuple[Diagnostic, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

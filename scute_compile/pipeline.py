@@ -131,7 +131,9 @@ def _rewrite(program: Program, scanned: Scan, base: OpenBase | None, findings: F
         scale,
         shard,
         # delta rows keep a near-identity rotation's digits; exactness comes before a few bytes
-        lambda sharded: route(sharded, structure=structure, near_identity=[s.name for s in sharded.sites if s.rotation]),
+        lambda sharded: route(
+            sharded, structure=structure, near_identity=[s.name for s in sharded.sites if s.rotation]
+        ),
     )
     verify(program)
     sited = bool(program.sites)
@@ -231,7 +233,11 @@ def compile_planned(
                 name=item.name,
                 program=item.program,
                 adapter=item.adapter,
-                base={"name": said if isinstance(said, str) else None, "model_type": base.structure.model_type, **identity},
+                base={
+                    "name": said if isinstance(said, str) else None,
+                    "model_type": base.structure.model_type,
+                    **identity,
+                },
                 sources=item.scan.sha256,
                 dtypes=dtypes_to_try(item.program.target, base.structure),
                 tool=f"scute {__version__}",

@@ -27,12 +27,16 @@ def terms_fit_their_site(site: Site) -> Iterator[str]:
 
 
 def slots_fit_their_site(site: Site) -> Iterator[str]:
-    """s and biases have the site's outputs; R covers the inputs."""
+    """The vectors s, beta and b have the site's outputs; R covers the inputs."""
     for value in (site.s, site.beta, site.b):
         if value is not None and site.linear.out_features and value.shape != (site.linear.out_features,):
             yield f"{value} is not ({site.linear.out_features},)"
     rotation = site.rotation if site.linear.in_features else None
-    if rotation is not None and rotation.kind is RotationKind.DIAGONAL and rotation.delta.shape != (site.linear.in_features,):
+    if (
+        rotation is not None
+        and rotation.kind is RotationKind.DIAGONAL
+        and rotation.delta.shape != (site.linear.in_features,)
+    ):
         yield f"R is {rotation.delta.shape}"
     if rotation is not None and rotation.kind is RotationKind.BLOCKS:
         blocks = rotation.delta.shape[0]

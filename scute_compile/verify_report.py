@@ -73,7 +73,9 @@ class VerifyReport:
         for name in rows:
             value = getattr(self.result, name)
             table.add_row(name, "-" if value is None else f"{value:.3e}")
-        results.print(f"{self.artifact}: {self.result.dtype}, tp {self.result.tp}, {self.result.tokens} tokens", markup=False)
+        results.print(
+            f"{self.artifact}: {self.result.dtype}, tp {self.result.tp}, {self.result.tokens} tokens", markup=False
+        )
         results.print(table)
         if self.problem:
             problems.print(str(self.problem), markup=False, highlight=False, soft_wrap=True)
@@ -96,7 +98,8 @@ def verify(artifact: Artifact, adapter: str, base: OpenBase, tokens: int) -> Ver
         from scute_compile.runtime_min.verification import verify as compare
     except ModuleNotFoundError as error:
         fail(
-            Code.SC701, where="verify", found=f"no module named {error.name!r}", expected="torch, transformers and peft",
+            Code.SC701, where="verify", found=f"no module named {error.name!r}",
+            expected="torch, transformers and peft",
             next="pip install scute (the full install), or verify on another machine",
         )  # fmt: skip
     if base.checkpoint.path is None:

@@ -32,7 +32,9 @@ PAIR_RANK = 24
 METHODS = ("lora", "dora", "ia3", "oft", "vera")
 
 
-def pool_of(num_pages: int, slots: int, *, map_entries: int | None = None, lendable: int = 0) -> ResidentPool:
+def pool_of(
+    num_pages: int, slots: int, *, map_entries: int | None = None, lendable: int = 0, shared_pages: int = 64
+) -> ResidentPool:
     """An empty pool on the CPU for `SITES`."""
     return ResidentPool(
         SITES,
@@ -42,6 +44,7 @@ def pool_of(num_pages: int, slots: int, *, map_entries: int | None = None, lenda
         device=torch.device("cpu"),
         map_entries=map_entries,
         lendable=lendable,
+        shared_pages=shared_pages,
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scute_compile.diagnostics import ScuteError
-from scute_compile.runtime_min.page_pool import Holding, MapRanges, PagePool
+from scute_compile.runtime_min.page_pool import Holding, PagePool, Runs
 from scute_compile.runtime_min.record import PAGE_BYTES
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_churn_never_fragments(steps: list[tuple[bool, int, int]]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 99)), max_size=60))
 def test_runs_of_the_page_map_never_overlap_and_gaps_join(steps: list[tuple[bool, int, int]]) -> None:
-    ranges, held = MapRanges(40), list[tuple[int, int]]()
+    ranges, held = Runs(40), list[tuple[int, int]]()
     for take, count, which in steps:
         if take and (start := ranges.allocate(count)) is not None:
             held.append((start, count))

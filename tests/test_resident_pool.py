@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
 from scute_compile.diagnostics import ScuteError
-from scute_compile.runtime_min.record import PAGE_BYTES
-from tests.pool_images import METHODS, assert_reads_back, image, pool_of, shared_factors
+from scute_compile.runtime_min.image import (
+    AdapterImage,
+    PairWindow,
+    SharedTerm,
+    SiteContent,
+    pack_adapter,
+    pack_factor,
+    window_of,
+)
+from scute_compile.runtime_min.record import PAGE_BYTES, Field, granules
+from tests.pool_images import DTYPE, METHODS, SITES, assert_reads_back, image, pool_of, shared_factors
 
 
 def code_of(error: pytest.ExceptionInfo[ScuteError]) -> str:
@@ -45,26 +53,59 @@ def test_a_shared_pair_is_stored_once_and_goes_with_its_last_tenant() -> None:
 def test_a_shared_pair_stays_while_its_tenants_take_turns() -> None:
     pool = pool_of(200, 1)
     pool.load("first", image("vera", 1))
-    start, other = pool.pairs[0][1], pool.pairs[0][4]
-    marked = pool.memory.page_map[[start, other]].long()
-    pool.memory.pages[marked] = 7.0
+    before = pool.pairs
+    pool.memory.shared.fill_(7.0)
     pool.load("second", image("vera", 3))
     assert tuple(pool.resident) == ("second",)
-    assert (pool.pairs[0][1], pool.pairs[0][4]) == (start, other)
-    assert bool((pool.memory.pages[marked] == 7.0).all()), "its pages were written again"
+    assert pool.pairs == before
+    assert bool((pool.memory.shared == 7.0).all()), "it was copied in again"
 
 
 def test_a_pair_that_is_needed_counts_as_no_room() -> None:
     """The pair's pages don't become free when its last tenant makes way for another tenant of it."""
-    small, large, other = image("vera", 1), image("vera", 3), image("lora", 5)
-    factors = sum(factor.pages for factor in small.factors)
-    pool = pool_of(factors + small.pages + other.pages, 3)
-    pool.load("small", small)
-    pool.load("pinned", other)
-    pool.pin("pinned")
-    pool.add("large", replace(large, buffer=torch.zeros((small.pages + 1) * PAGE_BYTES, dtype=torch.uint8)))
-    assert pool.prefetch(["large"]) == ()
-    assert tuple(pool.resident) == ("small", "pinned")
+    one, two, other = image("vera", 1), image("vera", 3), image("vera", 2)
+    pool = pool_of(200, 3, shared_pages=sum(factor.pages for factor in shared_factors(1)))
+    pool.load("one", one)
+    pool.add("two", two)
+    pool.add("other", other)
+    with pool.in_use(["one"]):
+        assert pool.prefetch(["two", "other"]) == ("two",)
+        with pytest.raises(ScuteError, match="bytes of shared factors") as refused:
+            pool.ensure(["two", "other"])
+    assert code_of(refused) == "SC804"
+    assert pool.prefetch(["other"]) == ("other",)
+    assert tuple(pool.resident) == ("other",)
+
+
+def test_shared_factors_close_their_gaps() -> None:
+    """Factors lie in one piece each: when gaps are too short, those that stay are copied in again from the host."""
+    packed = {rank: _of_rank(rank) for rank in (8, 16, 24)}
+    sizes = {rank: sum(factor.pages for factor in made.factors) for rank, made in packed.items()}
+    pool = pool_of(50, 3, shared_pages=sizes[16] + sizes[24])
+    pool.load("8", packed[8])
+    pool.load("16", packed[16])
+    pool.evict("8")
+    slot = pool.load("24", packed[24])
+    assert pool.stats().shared_moved == sizes[16]
+    for name, rank in (("16", 16), ("24", 24)):
+        for field, factor, width in zip((Field.A_OFFSET, Field.B_OFFSET), packed[rank].factors, (40, 72), strict=True):
+            rows = factor.buffer.view(DTYPE)[: rank * granules(factor.features, DTYPE) * 8].view(rank, -1)
+            assert torch.equal(pool.read_back(pool.resident[name], "q", field, (rank, width)), rows[:, :width])
+    assert slot == pool.resident["24"]
+
+
+def _of_rank(rank: int) -> AdapterImage:
+    """One site on a pair of this rank that no other adapter uses."""
+    generator = torch.Generator().manual_seed(rank)
+    a, b = (
+        window_of(pack_factor(f"{name}-{rank}", torch.randn(rank, width, generator=generator).to(DTYPE), DTYPE), DTYPE)
+        for name, width in (("a", 300), ("b", 72))
+    )
+    site = SITES[0]
+    content = SiteContent(
+        in_features=site.in_features, out_features=site.out_features, shared=SharedTerm(pair=PairWindow(a=a, b=b))
+    )
+    return pack_adapter(f"rank {rank}", SITES, {site.name: content}, DTYPE)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -189,7 +230,7 @@ def test_a_cache_and_adapters_draw_on_one_budget() -> None:
         with pytest.raises(ScuteError, match="lent already") as refused:
             pool.lend(lora.pages + 6)
         assert code_of(refused) == "SC805"
-        with pytest.raises(ScuteError, match="aren't lent") as crowded:
+        with pytest.raises(ScuteError, match="what is lent") as crowded:
             pool.ensure(["idle"])
         assert code_of(crowded) == "SC804"
         pool.reclaim(loan)

@@ -42,7 +42,11 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
     c = (alpha if alpha > 0 else float(ada.init_r)) / (ada.init_r + RANK_GUARD)
     sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, c)) is not None]
     kept = sorted({site.terms[0].rank for site in sites if site.terms})
-    settings_shown = (("initial rank", str(ada.init_r)), ("kept ranks", " ".join(map(str, kept))), ("alpha", f"{alpha:g}"))
+    settings_shown = (
+        ("initial rank", str(ada.init_r)),
+        ("kept ranks", " ".join(map(str, kept))),
+        ("alpha", f"{alpha:g}"),
+    )
     return Reading(method="adalora", sites=tuple(sites), settings=settings_shown)
 
 

@@ -75,9 +75,9 @@ def join(prefix: str, rest: str) -> str:
 def front_end_of(config: Mapping[str, object]) -> FrontEnd:
     """Return the front end of the configuration's method, or refuse by name."""
     peft_type = str(config.get("peft_type")).upper()
-    for front_end in FRONT_ENDS:
-        if front_end.peft_type == peft_type:
-            return front_end
+    by_type = {front_end.peft_type: front_end for front_end in FRONT_ENDS}
+    if peft_type in by_type:
+        return by_type[peft_type]
     fail(
         Code.SC202,
         where="peft_type",
@@ -107,9 +107,7 @@ def parse(
     settings = read_settings(
         adapter.config, front_end.settings, inert=front_end.inert, rules=front_end.rules, findings=findings
     )
-    refs = {
-        key: Ref(Source.ADAPTER, key, entry.shape, entry.dtype) for key, entry in adapter.tensors.items()
-    }
+    refs = {key: Ref(Source.ADAPTER, key, entry.shape, entry.dtype) for key, entry in adapter.tensors.items()}
     keys = sort_keys(refs, front_end.parameters, front_end.shared, findings)
     nothing = Program(method=front_end.peft_type.lower(), stage=Stage.PARSED, sites=(), target=target)
     usable = check_tensors(keys, refs, scan.facts, front_end, findings)
@@ -151,9 +149,7 @@ def _inferred(front_end: FrontEnd, modules: Mapping[str, Tensors]) -> ModelStruc
     return ModelStructure(model_type="unknown", linears=linears, tensors={})
 
 
-def _root(
-    modules: Mapping[str, Tensors], keys: SortedKeys, known: ModelStructure, findings: Findings
-) -> Rooted | None:
+def _root(modules: Mapping[str, Tensors], keys: SortedKeys, known: ModelStructure, findings: Findings) -> Rooted | None:
     plain = {raw: module_path(raw) for raw in modules}
     matched = {raw for raw, path in plain.items() if path in known.linears}
     if len(matched) == len(modules):
@@ -166,7 +162,9 @@ def _root(
             Code.SC304,
             where=result.dropped or "keys",
             found=f"prefix `{result.dropped}` of all {len(modules)} modules became `{result.added}`"
-            + (" (PEFT's prefix twice, or a wrapper's)" if not result.added else " (remapped to that part of the base)"),
+            + (
+                " (PEFT's prefix twice, or a wrapper's)" if not result.added else " (remapped to that part of the base)"
+            ),
             expected="keys that begin with `base_model.model.` and the base's own names",
             next="accepted: this is the only change of prefix that makes every key match",
         )
@@ -239,5 +237,3 @@ def _claim_rest(
     )
     biases = claim_rest({key: refs[key] for key in keys.rest}, rest)
     return with_biases(reading.sites, biases, checkpoint.structure)
-
-

@@ -71,17 +71,17 @@ def drop_unserved(raw_paths: Iterable[str], structure: ModelStructure, findings:
     return tuple(kept)
 
 
-def check_shapes(front_end: FrontEnd, modules: Mapping[str, Tensors], structure: ModelStructure, findings: Findings) -> bool:
-    """Hold the tensors' sizes against the base's layers. When most differ, it is another base. Returns whether all fit."""
+def check_shapes(
+    front_end: FrontEnd, modules: Mapping[str, Tensors], structure: ModelStructure, findings: Findings
+) -> bool:
+    """Hold the tensors' sizes against the base's layers; return whether all fit. Most of them wrong is another base."""
     wrong = []
     for path, tensors in modules.items():
         linear = structure.linears[path]
         told = front_end.dimensions(tensors)
         if any(size and size != own for size, own in zip(told, _size(linear), strict=True)):
             wrong.append((path, told, _size(linear)))
-    texts = [
-        f"{path}: adapter {_words(told)}, base {own[0]} in, {own[1]} out" for path, told, own in wrong
-    ]
+    texts = [f"{path}: adapter {_words(told)}, base {own[0]} in, {own[1]} out" for path, told, own in wrong]
     if 2 * len(wrong) > len(modules):
         findings.error(
             Code.SC402,

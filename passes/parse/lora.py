@@ -11,6 +11,8 @@ import math
 from dataclasses import replace
 from typing import cast
 
+from pydantic import Field
+
 from scute_compile.codes import Code
 from scute_compile.expressions import Add, ColumnNorm, Divide, Expression, Fill, Ref, Reshape, Scale, Transpose
 from scute_compile.ir import Factor, Site, Term
@@ -31,8 +33,8 @@ class LoraSettings(Settings):
     use_dora: bool = False
     lora_bias: bool = False
     bias: str = "none"
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
+    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    alpha_pattern: dict[str, float] = Field(default_factory=dict)
     init_lora_weights: bool | str = True
 
 
@@ -115,7 +117,9 @@ def _untrained(checkpoint: Checkpoint) -> bool:
 def _check_patterns(checkpoint: Checkpoint, lora: LoraSettings) -> None:
     for field, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
-            if not any(matching({pattern: 0}, checkpoint.trained_name(path), where=field) for path in checkpoint.modules):
+            if not any(
+                matching({pattern: 0}, checkpoint.trained_name(path), where=field) for path in checkpoint.modules
+            ):
                 checkpoint.findings.note(
                     Code.SC208,
                     where=field,

@@ -52,9 +52,7 @@ def full_match(pattern: str, path: str, *, where: str) -> bool:
 
 def matching(patterns: Mapping[str, Value], path: str, *, where: str) -> tuple[tuple[str, Value], ...]:
     """Return the entries whose key matches the end of `path` at a dot, in file order; PEFT takes the first."""
-    return tuple(
-        (key, value) for key, value in patterns.items() if full_match(rf"(.*\.)?({key})", path, where=where)
-    )
+    return tuple((key, value) for key, value in patterns.items() if full_match(rf"(.*\.)?({key})", path, where=where))
 
 
 def ends_with(path: str, name: str) -> bool:

@@ -91,7 +91,8 @@ def _claim_bias(ref: Ref, rest: Rest, biases: dict[str, Ref]) -> None:
 def _is_known_fault(key: str, rest: Rest) -> bool:
     if FOREIGN.search(key):
         rest.findings.error(
-            Code.SC311, where=key, found=f"`{key}`", expected="`.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank)",
+            Code.SC311, where=key, found=f"`{key}`",
+            expected="`.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank)",
             next="convert the adapter to PEFT's layout with the framework that wrote it",
         )  # fmt: skip
         return True
@@ -114,7 +115,7 @@ def base_key(path: str, parameter: str, structure: ModelStructure) -> str | None
     """Return the base's key for a copy; a tied head's weight is the input embedding's."""
     if f"{path}.{parameter}" in structure.tensors:
         return f"{path}.{parameter}"
-    if path.split(".")[-1] in HEADS:
+    if path.rsplit(".", maxsplit=1)[-1] in HEADS:
         tied = [key for key in structure.tensors if key.removesuffix(".weight") in structure.embeddings]
         return tied[0] if len(tied) == 1 else None
     return None

@@ -127,7 +127,7 @@ def written_before(config: Mapping[str, object], version: tuple[int, int]) -> bo
     """
     text = config.get("peft_version")
     if not isinstance(text, str):
-        return (0, 17) < version
+        return version > (0, 17)
     parts = text.split(".")
     try:
         return (int(parts[0]), int(parts[1])) < version

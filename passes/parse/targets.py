@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from scute_compile.diagnostics import Findings
 from scute_compile.codes import Code
+from scute_compile.diagnostics import Findings
 from scute_compile.passes.parse.patterns import ends_with, full_match, layer_number
 
 NAMED = 4
@@ -59,7 +59,9 @@ def _in_layers(config: Mapping[str, object], path: str) -> bool:
     return layer_number(path, names(config.get("layers_pattern"))) in layers
 
 
-def check_targets(config: Mapping[str, object], linears: Iterable[str], tensors: Iterable[str], findings: Findings) -> None:
+def check_targets(
+    config: Mapping[str, object], linears: Iterable[str], tensors: Iterable[str], findings: Findings
+) -> None:
     """Record where the configuration and the tensors disagree about the adapted modules.
 
     Args:

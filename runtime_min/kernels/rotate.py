@@ -68,7 +68,7 @@ def _entries(
     inside = k % block
     stored = tl.where(shared > 0, 0, k // block) * block
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for j in range(0, block):
+    for j in range(block):
         x = tl.load(x_row + k - inside + j, mask=k < K, other=0.0).to(tl.float32)
         index = (stored + j) * block + inside
         total += x * load_values(pages_ptr, page_map_ptr, own, offset, index, k < K, VALUES).to(tl.float32)
