@@ -80,7 +80,7 @@ class PoolTensors:
 
 
 RUN_GRANULES = 512
-ROTATE_BLOCK = (512, 2)
+ROTATE_BLOCK = (256, 1)
 SHRINK_WARPS = 4
 
 
@@ -107,6 +107,7 @@ def expand_block(columns: int) -> tuple[int, int]:
 
 
 SHARED_BLOCK = 64
+SHARED_RANKS = 64
 
 
 def shared_split(k: int) -> int:
@@ -234,7 +235,7 @@ def _expand(
         capacity.tokens, capacity.pair_ranks, tokens,
         N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, BLOCK_N=block_n, BLOCK_R=16,
         SPLIT_S=shared_split(k), BLOCK_NS=SHARED_BLOCK,
-        BLOCK_RS=min(256, triton.next_power_of_2(capacity.pair_ranks)), BLOCK_T=PAIR_TOKENS, VALUES=pool.values,
+        BLOCK_RS=SHARED_RANKS, BLOCK_T=PAIR_TOKENS, VALUES=pool.values,
         HAS_SHARED=features.shared, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=features.pdl,
         num_warps=warps, **launch,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from scute_compile.runtime_min.kernels.paging import (
     RECORD,
     SHIFT_OFFSET,
     load_row,
+    load_rows,
     load_shift,
     load_values,
     slice_of,
@@ -144,9 +145,13 @@ def _shared(
         columns = column + tl.arange(0, BLOCK_N)
         in_slice = columns < width
         inside = mine[:, None] & in_slice[None, :]
-        has_e = inside & (e_offset >= 0)[:, None]
-        e = load_values(pages_ptr, page_map_ptr, own[:, None], e_offset[:, None], columns[None, :], has_e, VALUES)
-        e = tl.where(has_e, e.to(tl.float32), 1.0)
+        granule = column // VALUES + tl.arange(0, BLOCK_N // VALUES)
+        has_e = mine & (e_offset >= 0)
+        e = load_rows(
+            pages_ptr, page_map_ptr, own[:, None], e_offset[:, None] + granule[None, :],
+            has_e[:, None] & (granule * VALUES < width)[None, :], VALUES,
+        )  # fmt: skip
+        e = tl.where(has_e[:, None], tl.reshape(e, [BLOCK_T, BLOCK_N]).to(tl.float32), 1.0)
         if PDL:
             tlc.gdc_wait()
         total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
@@ -161,9 +166,13 @@ def _shared(
             h = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
             for part in tl.static_range(SPLIT):
                 h += tl.load(hs_ptr + part * hs_rows * hs_ranks + where, mask=both, other=0.0)
-            has_d = both & (d_offset >= 0)[:, None]
-            d = load_values(pages_ptr, page_map_ptr, own[:, None], d_offset[:, None], rows[None, :], has_d, VALUES)
-            h = tl.where(has_d, h * d.to(tl.float32), h)
+            has_d = mine & (d_offset >= 0)
+            piece = step // VALUES + tl.arange(0, BLOCK_R // VALUES)
+            d = load_rows(
+                pages_ptr, page_map_ptr, own[:, None], d_offset[:, None] + piece[None, :],
+                has_d[:, None] & (piece * VALUES < rank)[None, :], VALUES,
+            )  # fmt: skip
+            h = tl.where(has_d[:, None], h * tl.reshape(d, [BLOCK_T, BLOCK_R]).to(tl.float32), h)
             # two products keep h to sixteen bits; one rounding of it would show beside a bf16 reference
             high = h.to(b.dtype)
             total = tl.dot(high, b, total, input_precision="ieee")
