@@ -1,0 +1,236 @@
+"""Time of one decode step with many adapters, beside vLLM's kernels and the byte floor: one GPU, one call.
+
+    python benchmarks/decode_step.py --json decode_step.json
+
+Llama-3.1-8B's layer shapes in bf16, all seven projections as four fused GEMMs, four distinct layers in rotation for
+32, one token per tenant, every tenant another adapter, CUDA graph replays, medians. vLLM's kernels are timed in the
+same run when `.vllm_ops` is there (see `unpack_vllm_ops.sh`). Floor: adapter bytes over the read bandwidth that a sum
+over 2 GiB reached, plus launches times the cost of a tiny kernel in a graph, both measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from scute_compile.runtime_min.launch import Features, Gemm, PoolTensors, adapted_linear
+from scute_compile.runtime_min.resident_pool import ResidentPool
+from scute_compile.runtime_min.step_plan import Capacity, StepBuffers, plan_step
+from scute_compile.runtime_min.tenants import LLAMA_8B, pair_of, sites_of, tenant
+
+DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
+DISTINCT_LAYERS, LAYERS = 4, 32
+GEMMS = (
+    ("qkv", 4096, (4096, 1024, 1024)),
+    ("o", 4096, (4096,)),
+    ("gate_up", 4096, (14336, 14336)),
+    ("down", 14336, (4096,)),
+)
+SITES = 7
+LAUNCHES = {"lora": 2, "dora": 2, "ia3": 1, "vera": 2, "oft": 2}
+Call = Callable[[], object]
+
+
+def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Return random values: zeros run faster than real data."""
+    return (torch.randn(*shape, device=DEVICE) * scale).to(DTYPE)
+
+
+def median_ms(call: Call, repeats: int = 20) -> float:
+    """Return the median time of a graph's replay in milliseconds."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """Weights of the distinct layers, in the order of `GEMMS`."""
+
+    weights: tuple[tuple[torch.Tensor, ...], ...]
+
+    @classmethod
+    def random(cls) -> Base:
+        """Draw them."""
+        return cls(weights=tuple(
+            tuple(normal(sum(widths), k, scale=k**-0.5) for _, k, widths in GEMMS) for _ in range(DISTINCT_LAYERS)
+        ))  # fmt: skip
+
+    def step(self, layer: Callable[[int, int, torch.Tensor], object]) -> None:
+        """Call `layer` for every GEMM of a step."""
+        for number in range(LAYERS):
+            distinct = number % DISTINCT_LAYERS
+            for index in range(len(GEMMS)):
+                layer(distinct, index, self.weights[distinct][index])
+
+
+class Pool:
+    """Adapters of several methods, resident, and the plan of a step with a row for each."""
+
+    def __init__(self, methods: Sequence[tuple[str, int]]) -> None:
+        """Make and load one adapter per `(method, rank)`."""
+        sites = sites_of(replace(LLAMA_8B, layers=DISTINCT_LAYERS))
+        pair = pair_of(sites, 256, DTYPE) if any(method == "vera" for method, _ in methods) else None
+        made = {
+            (method, rank): tenant(method, sites, DTYPE, rank=rank, pair=pair if method == "vera" else None)
+            for method, rank in dict.fromkeys(methods)
+        }
+        pages = sum(made[key].buffer.numel() // 2048 + 2 for key in methods)
+        self.bytes = sum(made[key].buffer.numel() for key in methods) * LAYERS // DISTINCT_LAYERS
+        self.resident = ResidentPool(sites, num_pages=pages, slots=len(methods), dtype=DTYPE, device=DEVICE)
+        names = [f"{method}-{rank}-{number}" for number, (method, rank) in enumerate(methods)]
+        slots = [self.resident.load(name, made[key]) for name, key in zip(names, methods, strict=True)]
+        torch.cuda.synchronize()
+        facts, pairs = self.resident.facts, self.resident.pairs
+        rotated = sum(facts[slot].rotated for slot in slots)
+        capacity = Capacity(tokens=len(slots), ranks=max(16, sum(facts[s].rank for s in slots)),
+                            pairs=max(1, len(pairs)), rotated=rotated)  # fmt: skip
+        self.buffers = StepBuffers(capacity, DEVICE)
+        plan = plan_step(slots, facts, pairs, capacity)
+        self.buffers.fill(plan)
+        memory = self.resident.memory
+        self.tensors = PoolTensors(
+            pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared.flatten()
+        )
+        self.features = Features(
+            owned=plan.owned, shared=plan.shared, rotated=rotated, programs=max(1, plan.work),
+            shared_programs=plan.shared_work, segments=plan.segments, blocks=plan.blocks, pdl=True,
+        )  # fmt: skip
+
+    def layer(
+        self, xs: Sequence[torch.Tensor], features: Features | None = None
+    ) -> Callable[[int, int, torch.Tensor], object]:
+        """Return the adapted layer for `Base.step`."""
+        firsts = (0, 3, 4, 6)
+
+        def run(distinct: int, index: int, weight: torch.Tensor) -> torch.Tensor:
+            gemm = Gemm(first_site=distinct * SITES + firsts[index], widths=GEMMS[index][2])
+            return adapted_linear(xs[index], weight, None, self.tensors, self.buffers, gemm, features or self.features)
+
+        return run
+
+
+def pools(tenants: int) -> Mapping[str, Sequence[tuple[str, int]]]:
+    """Return the mixes that are measured."""
+
+    def cycle(*methods: str) -> list[tuple[str, int]]:
+        return [(methods[i % len(methods)], 16) for i in range(tenants)]
+
+    mixes = {method: cycle(method) for method in ("lora", "dora", "ia3", "oft", "vera")}
+    mixes["lora+dora+ia3+oft"] = cycle("lora", "dora", "ia3", "oft")
+    mixes["all five"] = cycle("lora", "dora", "ia3", "vera", "oft")
+    if tenants == 20:
+        mixes["one of rank 256"] = [*cycle("lora")[:-1], ("lora", 256)]
+        mixes["vera, 1"], mixes["vera, 16"] = [("vera", 16)], [("vera", 16)] * 16
+    return mixes
+
+
+def vllm_step(base: Base, tenants: int, rank: int, xs: Sequence[torch.Tensor]) -> float:
+    """Return the whole step's time with vLLM's kernels, all tenants plain LoRA of one rank."""
+    from vllm_baseline import VllmLayer, load
+
+    ops = load()
+    layers = [
+        [VllmLayer.random(ops, widths=w, inputs=k, max_loras=tenants, rank=rank, dtype=DTYPE, device=DEVICE)
+         for _, k, w in GEMMS]
+        for _ in range(DISTINCT_LAYERS)
+    ]  # fmt: skip
+    meta = ops.meta(torch.arange(tenants, dtype=torch.int32, device=DEVICE), tenants)
+
+    def run(distinct: int, index: int, weight: torch.Tensor) -> None:
+        y = torch.nn.functional.linear(xs[index], weight)
+        layers[distinct][index].run(xs[index], y, meta)
+
+    return median_ms(lambda: base.step(run))
+
+
+def ceilings() -> tuple[float, float]:
+    """Return read bandwidth in bytes per second, and the cost of a tiny kernel in a graph in seconds."""
+    big = torch.ones(1 << 30, dtype=DTYPE, device=DEVICE)
+    read = 2 * big.numel() / (median_ms(big.sum) * 1e-3)
+    one = torch.ones(1, device=DEVICE)
+    launch = median_ms(lambda: [one.add_(1) for _ in range(1000)]) * 1e-6
+    return read, launch
+
+
+def measure(base: Base, tenants: int, read: float, launch: float, *, with_vllm: bool) -> dict[str, object]:
+    """Measure every pool of one size, printing as it goes."""
+    xs = [normal(tenants, k) for _, k, _ in GEMMS]
+    plain = median_ms(lambda: base.step(lambda _, index, weight: torch.nn.functional.linear(xs[index], weight)))
+    print(f"{tenants} tenants: base GEMMs {plain:.3f} ms", flush=True)
+    rows: dict[str, object] = {"base_ms": plain}
+    for name, methods in pools(tenants).items():
+        pool = Pool(methods)
+        inputs = [x[: len(methods)].contiguous() for x in xs]
+        own = plain if len(methods) == tenants else median_ms(
+            lambda ins=inputs: base.step(lambda _, index, weight: torch.nn.functional.linear(ins[index], weight))
+        )  # fmt: skip
+        step = median_ms(lambda p=pool, ins=inputs: base.step(p.layer(ins)))
+        beside = median_ms(lambda p=pool, ins=inputs: base.step(
+            p.layer(ins, replace(p.features, beside=True, pdl=False))))  # fmt: skip
+        most = max(LAUNCHES[method] for method, _ in methods)
+        floor = pool.bytes / read * 1e3 + LAYERS * len(GEMMS) * most * launch * 1e3
+        rows[name] = {
+            "step_ms": step,
+            "beside_ms": beside,
+            "added_ms": step - own,
+            "floor_ms": floor,
+            "bytes": pool.bytes,
+        }
+        print(f"  {name:18s} step {step:6.3f}  added {step - own:6.3f}  (shrink beside GEMM: {beside - own:6.3f})  "
+              f"floor {floor:5.3f}  {pool.bytes / 1e6:7.1f} MB", flush=True)  # fmt: skip
+        del pool
+        torch.cuda.empty_cache()
+    if with_vllm:
+        for rank in (16, 64, *([256] if tenants == 20 else [])):
+            step = vllm_step(base, tenants, rank, xs)
+            rows[f"vllm lora {rank}"] = {"step_ms": step, "added_ms": step - plain}
+            print(f"  vLLM, LoRA rank {rank:<3d} step {step:6.3f}  added {step - plain:6.3f}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where the numbers go")
+    parser.add_argument("--tenants", type=int, nargs="+", default=[20, 64])
+    options = parser.parse_args()
+    read, launch = ceilings()
+    print(f"{torch.cuda.get_device_name()}: read {read / 1e12:.2f} TB/s, tiny kernel in a graph {launch * 1e6:.2f} us")
+    base = Base.random()
+    with_vllm = (Path(__file__).parent.parent / ".vllm_ops").is_dir()
+    sizes = {str(n): measure(base, n, read, launch, with_vllm=with_vllm) for n in options.tenants}
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "read": read,
+        "launch": launch,
+        **sizes,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
