@@ -187,18 +187,15 @@ def measure(base: Base, tenants: int, read: float, launch: float, *, with_vllm: 
             lambda ins=inputs: base.step(lambda _, index, weight: torch.nn.functional.linear(ins[index], weight))
         )  # fmt: skip
         step = median_ms(lambda p=pool, ins=inputs: base.step(p.layer(ins)))
-        beside = median_ms(lambda p=pool, ins=inputs: base.step(
-            p.layer(ins, replace(p.features, beside=True, pdl=False))))  # fmt: skip
         most = max(LAUNCHES[method] for method, _ in methods)
         floor = pool.bytes / read * 1e3 + LAYERS * len(GEMMS) * most * launch * 1e3
         rows[name] = {
             "step_ms": step,
-            "beside_ms": beside,
             "added_ms": step - own,
             "floor_ms": floor,
             "bytes": pool.bytes,
         }
-        print(f"  {name:18s} step {step:6.3f}  added {step - own:6.3f}  (shrink beside GEMM: {beside - own:6.3f})  "
+        print(f"  {name:18s} step {step:6.3f}  added {step - own:6.3f}  "
               f"floor {floor:5.3f}  {pool.bytes / 1e6:7.1f} MB", flush=True)  # fmt: skip
         del pool
         torch.cuda.empty_cache()

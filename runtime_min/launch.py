@@ -15,7 +15,7 @@ import triton
 from scute_compile.runtime_min.kernels.expand import expand_kernel
 from scute_compile.runtime_min.kernels.prefill import prefill_expand_kernel, prefill_shrink_kernel
 from scute_compile.runtime_min.kernels.rotate import rotate_kernel
-from scute_compile.runtime_min.kernels.shrink import shrink_kernel
+from scute_compile.runtime_min.kernels.shrink import scale_shared_kernel, shrink_kernel
 from scute_compile.runtime_min.step_plan import OWNED_ROWS, PAIR_RANKS, PAIR_TOKENS, TILE_TOKENS, StepBuffers
 
 PROGRAMS = 132 * 16
@@ -137,37 +137,45 @@ def adapted_linear(
         features: What the step may need.
     """
     tokens = x.shape[0]
-    h, hs = _buffers(x, gemm, step, features)
+    h, hs, hd = _buffers(x, gemm, step, features)
     terms = features.owned or features.shared
     beside = terms and features.beside and x.is_cuda
     if beside:
         main, side = torch.cuda.current_stream(x.device), side_stream(x.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            _shrink(x, h, hs, pool, step, gemm, features)
+            _shrink(x, h, hs, hd, pool, step, gemm, features)
     with_rows = _rotate(x, pool, step, gemm, features) if features.rotated else x
     late_bias = bias is not None and features.rotated > 0
     y = torch.nn.functional.linear(with_rows, weight, None if late_bias else bias)
     if beside:
         torch.cuda.current_stream(x.device).wait_stream(side_stream(x.device))
     elif terms:
-        _shrink(x, h, hs, pool, step, gemm, features)
-    _expand(y, h, hs, bias if late_bias else None, pool, step, gemm, features, (tokens, x.shape[1]))
+        _shrink(x, h, hs, hd, pool, step, gemm, features)
+    _expand(y, h, hd, bias if late_bias else None, pool, step, gemm, features, (tokens, x.shape[1]))
     return y[:tokens] if features.rotated else y
 
 
-def _buffers(x: torch.Tensor, gemm: Gemm, step: StepBuffers, features: Features) -> tuple[torch.Tensor, torch.Tensor]:
+def _buffers(
+    x: torch.Tensor, gemm: Gemm, step: StepBuffers, features: Features
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     values = 16 // x.element_size()
     capacity = step.capacity
     parts = 1 if features.prefill else owned_split(x.shape[1], values).parts
     h = x.new_empty(parts * len(gemm.widths) * capacity.ranks, dtype=torch.float32)
     rows = capacity.tokens if features.shared and not features.prefill else 0
-    return h, x.new_empty(shared_split(x.shape[1]) * rows * capacity.pair_ranks, dtype=torch.float32)
+    pairs = rows * capacity.pair_ranks
+    halves = 1 if x.dtype is torch.float32 else 2
+    return (
+        h,
+        x.new_empty(shared_split(x.shape[1]) * pairs, dtype=torch.float32),
+        x.new_empty(halves * len(gemm.widths) * pairs),
+    )
 
 
 def _shrink(
-    x: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, pool: PoolTensors, step: StepBuffers, gemm: Gemm,
-    features: Features,
+    x: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, hd: torch.Tensor, pool: PoolTensors, step: StepBuffers,
+    gemm: Gemm, features: Features,
 ) -> None:  # fmt: skip
     region, k, values, capacity = step.region, x.shape[1], pool.values, step.capacity
     sites = pool.directory.shape[1]
@@ -190,6 +198,18 @@ def _shrink(
         VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS, HAS_OWNED=features.owned, HAS_SHARED=features.shared,
         PDL=features.pdl, num_warps=SHRINK_WARPS,
     )  # fmt: skip
+    if features.shared:
+        scale_shared_kernel[features.blocks, PAIR_TOKENS, slices](
+            hs, hd, pool.pages, pool.page_map, pool.directory, region("block"), region("pair_rows"), region("pair"),
+            region("row_slot"), sites, gemm.first_site, capacity.tokens, capacity.pair_ranks,
+            SLICES=slices, SPLIT=split_s, BLOCK_R=256, BLOCK_T=PAIR_TOKENS, VALUES=values,
+            HALVES=1 if x.dtype is torch.float32 else 2, PDL=features.pdl, num_warps=1, **_early(features),
+        )  # fmt: skip
+
+
+def _early(features: Features) -> dict[str, bool]:
+    """Return the launch option that lets a kernel begin before the one ahead of it has ended."""
+    return {"launch_pdl": True} if features.pdl else {}
 
 
 def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepBuffers, gemm: Gemm, features: Features) -> torch.Tensor:
@@ -207,7 +227,7 @@ def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepBuffers, gemm: Gemm, f
 
 
 def _expand(
-    y: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors,
+    y: torch.Tensor, h: torch.Tensor, hd: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors,
     step: StepBuffers, gemm: Gemm, features: Features, size: tuple[int, int],
 ) -> None:  # fmt: skip
     n0, n1, n2 = gemm.padded
@@ -227,15 +247,13 @@ def _expand(
     programs = sum(triton.cdiv(n, block_n) for n in gemm.widths) * features.segments
     if features.shared:
         programs += sum(triton.cdiv(n, SHARED_BLOCK) for n in gemm.widths) * features.blocks
-    launch = {"launch_pdl": True} if features.pdl else {}
     expand_kernel[(max(1, min(programs, PROGRAMS)),)](
-        y, h, hs, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("row_slot"),
+        y, h, hd, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("row_slot"),
         region("seg_slot"), region("seg_start"), region("seg_rows"), region("row_h"), region("block"),
         region("pair_rows"), region("pair"), region("rot_position"), sites, gemm.first_site, capacity.ranks,
         capacity.tokens, capacity.pair_ranks, tokens,
         N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, BLOCK_N=block_n, BLOCK_R=16,
-        SPLIT_S=shared_split(k), BLOCK_NS=SHARED_BLOCK,
-        BLOCK_RS=SHARED_RANKS, BLOCK_T=PAIR_TOKENS, VALUES=pool.values,
+        BLOCK_NS=SHARED_BLOCK, BLOCK_RS=SHARED_RANKS, BLOCK_T=PAIR_TOKENS, VALUES=pool.values,
         HAS_SHARED=features.shared, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=features.pdl,
-        num_warps=warps, **launch,
+        num_warps=warps, **_early(features),
     )  # fmt: skip

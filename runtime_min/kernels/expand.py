@@ -2,8 +2,8 @@
 
 `out = z + z * ds + b + ((h * d) B) * e` on the rows that have an adapter, in float32 with one rounding, where `z` is the
 base's output plus the row's own delta row where its input was rotated. Owned factors: a program holds a run of B's
-columns for one segment and multiplies in registers. Shared factors: sixteen tokens at once on tensor cores. Partial
-sums of the shrink are added here in their order; an element of the output is written by one program only.
+columns for one segment and multiplies in registers. Shared factors: sixteen tokens at once on tensor cores, from `h * d` that
+`scale_shared` left in two halves. Partial sums of the shrink are added in their order; an element of the output is written by one program only.
 
 With `PDL` the launch may begin while the shrink still runs: everything that doesn't depend on the shrink is loaded
 before the wait.
@@ -19,7 +19,6 @@ from scute_compile.runtime_min.kernels.paging import (
     B_OFFSET,
     B_PAGES,
     B_STRIDE,
-    D_OFFSET,
     DS_OFFSET,
     E_OFFSET,
     OWN_PAGES,
@@ -41,7 +40,10 @@ def _rows_in_turn(
     h_ptr, pages_ptr, page_map_ptr, first_page, offset, stride, granule, held, rank, h_capacity,
     SLICES: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr, BLOCK_R: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Each thread owns its columns for all rows: a dozen loads in flight, and no reduction across threads."""
+    """Each thread owns its columns for all rows, and no sum crosses threads.
+
+    Measured on an H200 (20 LoRA tenants, all 32 layers): 1.60 ms added; a tile of sixteen rows at once 3.53 ms.
+    """
     total = tl.zeros([STEP, VALUES], dtype=tl.float32)
     for first in range(0, rank, BLOCK_R):
         for inside in tl.static_range(BLOCK_R):
@@ -116,9 +118,9 @@ def _owned(
 
 @triton.jit
 def _shared(
-    work, y_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr, pair_rows_ptr,
+    work, y_ptr, hd_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr, pair_rows_ptr,
     pair_ptr, row_slot_ptr, rot_position_ptr, sites, first_site, hs_rows, hs_ranks, tokens,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, VALUES: tl.constexpr,
     HAS_ROTATION: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +137,6 @@ def _shared(
     mine = held & (tl.load(record + PAIR, mask=held, other=-1) == pair)
     if tl.sum(mine.to(tl.int32)) > 0:
         own = tl.load(record + OWN_PAGES, mask=mine, other=0)
-        d_offset = tl.load(record + D_OFFSET, mask=mine, other=-1)
         e_offset = tl.load(record + E_OFFSET, mask=mine, other=-1)
         rank = tl.load(pair_ptr + pair * 8)
         b_first, stride = (
@@ -155,29 +156,19 @@ def _shared(
         if PDL:
             tlc.gdc_wait()
         total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-        for step in tl.range(0, rank, BLOCK_R, num_stages=1):
+        place_h = (which * hs_rows + first + tl.arange(0, BLOCK_T))[:, None] * hs_ranks
+        for step in range(0, rank, BLOCK_R):
             rows = step + tl.arange(0, BLOCK_R)
             b = tl.load(
                 shared_ptr + b_first + rows[:, None] * stride + columns[None, :],
                 mask=(rows < rank)[:, None] & in_slice[None, :], other=0.0, eviction_policy="evict_last",
             )  # fmt: skip
             both = mine[:, None] & (rows < rank)[None, :]
-            where = (first + tl.arange(0, BLOCK_T))[:, None] * hs_ranks + rows[None, :]
-            h = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-            for part in tl.static_range(SPLIT):
-                h += tl.load(hs_ptr + part * hs_rows * hs_ranks + where, mask=both, other=0.0)
-            has_d = mine & (d_offset >= 0)
-            piece = step // VALUES + tl.arange(0, BLOCK_R // VALUES)
-            d = load_rows(
-                pages_ptr, page_map_ptr, own[:, None], d_offset[:, None] + piece[None, :],
-                has_d[:, None] & (piece * VALUES < rank)[None, :], VALUES,
-            )  # fmt: skip
-            h = tl.where(has_d[:, None], h * tl.reshape(d, [BLOCK_T, BLOCK_R]).to(tl.float32), h)
-            # two products keep h to sixteen bits; one rounding of it would show beside a bf16 reference
-            high = h.to(b.dtype)
+            high = tl.load(hd_ptr + place_h + rows[None, :], mask=both, other=0.0)
             total = tl.dot(high, b, total, input_precision="ieee")
             if b.dtype != tl.float32:
-                total = tl.dot((h - high.to(tl.float32)).to(b.dtype), b, total)
+                low = tl.load(hd_ptr + SLICES * hs_rows * hs_ranks + place_h + rows[None, :], mask=both, other=0.0)
+                total = tl.dot(low, b, total)
         total *= e
         place = token.to(tl.int64)[:, None] * N + origin + columns[None, :]
         z = tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -201,11 +192,11 @@ def _shared(
 
 @triton.jit
 def expand_kernel(
-    y_ptr, h_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, counts_ptr, row_slot_ptr,
+    y_ptr, h_ptr, hd_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, counts_ptr, row_slot_ptr,
     seg_slot_ptr, seg_start_ptr, seg_rows_ptr, row_h_ptr, block_ptr, pair_rows_ptr, pair_ptr, rot_position_ptr,
     sites, first_site, h_capacity, hs_rows, hs_ranks, tokens,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_S: tl.constexpr, BLOCK_NS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_NS: tl.constexpr,
     BLOCK_RS: tl.constexpr, BLOCK_T: tl.constexpr, VALUES: tl.constexpr,
     HAS_SHARED: tl.constexpr, HAS_ROTATION: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -222,9 +213,9 @@ def expand_kernel(
         if HAS_SHARED:
             if work < shared:
                 _shared(
-                    work, y_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr,
+                    work, y_ptr, hd_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr,
                     pair_rows_ptr, pair_ptr, row_slot_ptr, rot_position_ptr, sites, first_site, hs_rows, hs_ranks, tokens,
-                    N0, N1, N2, SLICES, SPLIT_S, BLOCK_NS, BLOCK_RS, BLOCK_T, VALUES, HAS_ROTATION, HAS_BIAS, PDL,
+                    N0, N1, N2, SLICES, BLOCK_NS, BLOCK_RS, BLOCK_T, VALUES, HAS_ROTATION, HAS_BIAS, PDL,
                 )  # fmt: skip
             else:
                 _owned(
@@ -238,3 +229,5 @@ def expand_kernel(
                 seg_rows_ptr, row_h_ptr, rot_position_ptr, sites, first_site, h_capacity, tokens,
                 N0, N1, N2, SLICES, SPLIT, BLOCK_N, BLOCK_R, VALUES, HAS_ROTATION, HAS_BIAS, PDL,
             )  # fmt: skip
+    if PDL:
+        tlc.gdc_wait()  # also where there was no work: what follows this grid relies on the shrink having ended

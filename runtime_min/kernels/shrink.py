@@ -16,9 +16,12 @@ from scute_compile.runtime_min.kernels.paging import (
     A_OFFSET,
     A_PAGES,
     A_STRIDE,
+    D_OFFSET,
+    OWN_PAGES,
     PAIR,
     RANK,
     RECORD,
+    load_row,
     load_rows,
 )
 
@@ -139,3 +142,47 @@ def shrink_kernel(
                     seg_start_ptr, seg_rows_ptr, row_h_ptr, sites, first_site, h_capacity,
                     K, SLICES, SPLIT, ROWS, STEP, VALUES,
                 )  # fmt: skip
+
+
+@triton.jit
+def scale_shared_kernel(
+    hs_ptr, hd_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr, pair_rows_ptr, pair_ptr, row_slot_ptr,
+    sites, first_site, hs_rows, hs_ranks,
+    SLICES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, VALUES: tl.constexpr,
+    HALVES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`h * d` of the shared rows of each slice, the partial sums added in order: `(halves, slices, rows, ranks)`.
+
+    It leaves the value's rounding to the pool's dtype and, for half precision, the rounding error as a second half: two
+    products keep h to sixteen bits, since one rounding of it would show beside a bf16 reference.
+    """
+    block, inside, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        tlc.gdc_launch_dependents()
+        tlc.gdc_wait()  # in every program: the expand after this grid relies on the shrink having ended too
+    pair = tl.load(block_ptr + block * 4)
+    first, count = tl.load(block_ptr + block * 4 + 1), tl.load(block_ptr + block * 4 + 2)
+    if inside < count:
+        row = first + inside
+        slot = tl.load(row_slot_ptr + tl.load(pair_rows_ptr + row))
+        record = directory_ptr + (slot * sites + first_site + which) * RECORD
+        rank = tl.load(pair_ptr + pair * 8)
+        own, d_offset = tl.load(record + OWN_PAGES), tl.load(record + D_OFFSET)
+        if tl.load(record + PAIR) == pair:
+            for start in range(0, rank, BLOCK_R):
+                piece = start // VALUES + tl.arange(0, BLOCK_R // VALUES)
+                rows = piece[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
+                d = load_row(
+                    pages_ptr, page_map_ptr, own, d_offset + piece, (d_offset >= 0) & (piece * VALUES < rank), VALUES
+                ).to(tl.float32)
+                d = tl.where(d_offset >= 0, d, 1.0)
+                h = tl.zeros([BLOCK_R // VALUES, VALUES], dtype=tl.float32)
+                for part in tl.static_range(SPLIT):
+                    h += tl.load(hs_ptr + (part * hs_rows + row) * hs_ranks + rows, mask=rows < rank, other=0.0)
+                h *= d
+                place = (which * hs_rows + row) * hs_ranks + rows
+                high = h.to(hd_ptr.dtype.element_ty)
+                tl.store(hd_ptr + place, high, mask=rows < rank)
+                if HALVES == 2:
+                    low = (h - high.to(tl.float32)).to(hd_ptr.dtype.element_ty)
+                    tl.store(hd_ptr + SLICES * hs_rows * hs_ranks + place, low, mask=rows < rank)
