@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from scute_compile.codes import Code
-from scute_compile.cuts import cut, obstacle
+from scute_compile.cuts import advice, cut, obstacle
 from scute_compile.diagnostics import Findings
 from scute_compile.ir import Cut, Program, RotationKind, Site, Stage
 from scute_compile.model import Split
@@ -21,11 +21,16 @@ def shard(program: Program) -> Program:
 
 
 def find_obstacles(sites: Iterable[Site], tp: int, findings: Findings) -> None:
-    """Record every site that doesn't divide over `tp` ranks, one finding per kind of layer."""
+    """Record every site that doesn't divide over `tp` ranks, one finding per kind of layer.
+
+    The way out that each names holds for all sites, not for its own layer alone.
+    """
     seen = set()
+    sites = tuple(sites)
     for site in sites:
         found = obstacle(site.linear, tp)
         if found is not None:
+            found = replace(found, next=advice([other.linear for other in sites]))
             kind = (found.code, found.found, found.expected)
             if kind not in seen:
                 seen.add(kind)

@@ -17,6 +17,9 @@ from scute_compile.model import Linear, Part, Split
 MOST_RANKS = 64
 """Up to which degree of tensor parallelism a way out is looked for."""
 
+LISTED = 8
+"""How many degrees a message names."""
+
 
 def cut(linear: Linear, tp: int) -> Cut:
     """Return what each of `tp` ranks holds of a layer.
@@ -58,8 +61,16 @@ def obstacle(linear: Linear, tp: int) -> Diagnostic | None:
         where=linear.name,
         found=f"{things}, tp {tp} ({_described(linear, part)})",
         expected=f"a tp that divides {units}{multiples}",
-        next=f"compile with --tp {_listed(possible_degrees([linear]))}",
+        next=advice([linear]),
     )
+
+
+def advice(linears: Iterable[Linear]) -> str:
+    """Return which degrees to compile for, the smallest few when there are many."""
+    degrees = possible_degrees(linears)
+    few = degrees[:LISTED]
+    more = f" (or more, up to {degrees[-1]})" if len(degrees) > LISTED else ""
+    return f"compile with --tp {_listed(few)}{more}"
 
 
 def possible_degrees(linears: Iterable[Linear]) -> tuple[int, ...]:
