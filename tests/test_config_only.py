@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from scute_compile.cli import main
 from scute_compile.codes import Code
 from scute_compile.config_only import structure_tensors
 from scute_compile.diagnostics import ScuteError
@@ -62,3 +63,39 @@ def test_a_missing_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ScuteError, match="no package `torch`") as caught:
         structure_tensors(tmp_path / "config.json")
     assert [d.code for d in caught.value.diagnostics] == [Code.SC701]
+
+
+@pytest.mark.parametrize("recipe", ["lora", "adalora", "ia3", "oft", "vera", "vera-regenerated"])
+def test_an_adapter_that_needs_no_weights_compiles_against_a_config_alone(
+    recipe: str, base_folder: Callable[[str], Path], adapter_folder: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "config").mkdir()
+    shutil.copy(base_folder("llama") / "config.json", tmp_path / "config")
+    adapter = adapter_folder(recipe, "llama")
+    for base, store in ((tmp_path / "config", "alone"), (base_folder("llama"), "whole")):
+        assert main(["compile", str(adapter), "--base", str(base), "--tp", "2", "-o", str(tmp_path / store)]) == 0
+    for rank in range(2):
+        name = f"{adapter.name}/rank-{rank:05d}-of-00002.safetensors"
+        assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    recorded = json.loads((tmp_path / "alone" / adapter.name / "manifest.json").read_text())["base"]
+    whole = json.loads((tmp_path / "whole" / adapter.name / "manifest.json").read_text())["base"]
+    assert recorded["content"] is None
+    assert recorded["structure"] == whole["structure"]
+
+
+@pytest.mark.parametrize(("recipe", "base"), [("dora", "llama"), ("dora", "qwen2")])
+def test_a_slot_that_needs_weights_is_refused_by_name_without_them(
+    recipe: str,
+    base: str,
+    base_folder: Callable[[str], Path],
+    adapter_folder: Callable[[str, str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config").mkdir()
+    shutil.copy(base_folder(base) / "config.json", tmp_path / "config")
+    store = tmp_path / "store"
+    arguments = ["compile", str(adapter_folder(recipe, base)), "--base", str(tmp_path / "config"), "-o", str(store)]
+    assert main(arguments) == 1
+    assert "SC403" in capsys.readouterr().err
+    assert not store.exists()
