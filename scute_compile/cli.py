@@ -7,6 +7,7 @@ base.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -234,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(arguments, error.diagnostics)
     except BrokenPipeError:
         return 1
-    except Exception as error:  # noqa: BLE001 - the border: a person must never meet a traceback
+    except Exception as error:
+        if os.environ.get("SCUTE_DEBUG"):
+            raise
         fault = Diagnostic(
             code=Code.SC705, where=type(error).__name__, found=printable(error), expected="no fault of Scute's own",
             next="report it, with the input that leads to it",

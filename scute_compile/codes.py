@@ -158,7 +158,11 @@ class Code(Enum):
     )
     SC703 = ("usage error", "An argument is out of range or contradicts another.")
     SC704 = ("verification failed", "The artifact differs from PEFT by more than rounding explains.")
-    SC705 = ("an internal error", "A fault of Scute itself; please report it with the traceback that --debug prints.")
+    SC705 = (
+        "an internal error",
+        "A fault of Scute itself; please report it, with the traceback that is printed when the environment variable "
+        "SCUTE_DEBUG is set.",
+    )
     SC801 = (
         "the artifact is for another tp or dtype",
         "A runtime serves artifacts that were cut for as many ranks as it runs on, in the dtype of its pool.",
