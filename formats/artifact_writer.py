@@ -5,12 +5,13 @@ Files are written into a hidden folder beside the artifact, synced, and the fold
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -68,18 +69,38 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _put_in_place(hidden: Path, target: Path) -> None:
-    if not target.exists():
-        hidden.rename(target)
-        return
-    if not (target / MANIFEST).is_file():
+    """Rename `hidden` to `target`, moving an older artifact away first; another writer may do the same meanwhile."""
+    moved = []
+    try:
+        while not _renamed(hidden, target):
+            moved.append(Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".replaced", dir=target.parent)))
+            _move_away(target, moved[-1] / target.name)
+    finally:  # only now, so that a reader misses the artifact for no longer than between two renames
+        for old in moved:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _renamed(hidden: Path, target: Path) -> bool:
+    """Rename `hidden` unless something has the name already."""
+    try:
+        if not target.exists():
+            hidden.rename(target)
+            return True
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another writer was faster
+            raise
+    return False
+
+
+def _move_away(target: Path, to: Path) -> None:
+    """Move an artifact out of the way; nothing but an artifact is ever moved."""
+    if target.exists() and not (target / MANIFEST).is_file() and target.exists():
         fail(
             Code.SC601, where=str(target), found="a folder that is no artifact", expected="an artifact to replace",
             next="choose another --name or -o; nothing was overwritten",
         )  # fmt: skip
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".replaced", dir=target.parent))
-    target.rename(old / target.name)
-    hidden.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(FileNotFoundError):  # another writer was faster
+        target.rename(to)
 
 
 def write_manifest(folder: Path, fields: Mapping[str, JsonValue]) -> None:

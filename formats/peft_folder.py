@@ -53,10 +53,10 @@ def open_adapter(source: str) -> AdapterFolder:
             configuration's fault and the weights' are reported together.
     """
     path = Path(source)
-    if path.is_dir():
+    if source and path.is_dir():  # the empty path would be the working directory
         _check_files(source, names_in(path), subfolders_with_config(path))
         return _read_folder(path, path.resolve().name or "adapter")
-    if _exists(path):
+    if source and _exists(path):
         fail(
             Code.SC101,
             where=source,

@@ -83,7 +83,8 @@ def evaluate(  # noqa: C901, PLR0911, PLR0912 - one branch per kind of expressio
         case RotationBlocks():
             return rotation_delta(wide(x.x), x)
         case Add() | Subtract() | Multiply() | Divide():
-            return np.asarray(_OPERATIONS[type(x)](wide(x.x), wide(x.y)))
+            with np.errstate(all="ignore"):  # what isn't finite is refused, by name, when it is rounded
+                return np.asarray(_OPERATIONS[type(x)](wide(x.x), wide(x.y)))
     raise TypeError(x)
 
 

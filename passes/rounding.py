@@ -31,7 +31,9 @@ class TooNarrow(Exception):  # noqa: N818 - it is caught and answered by a wider
             found=self.found,
             expected=f"values that {self.dtype} holds: at most {self.dtype.largest:.6g}, with full precision above "
             f"{self.dtype.smallest_normal:.3g}",
-            next="compile with --dtype auto, bfloat16 or float32",
+            next="restore lora_alpha and the tensors of the training run: no dtype of artifacts is wider"
+            if self.dtype is DType.FLOAT32
+            else "compile with --dtype auto, bfloat16 or float32",
         )
 
 
@@ -40,10 +42,12 @@ def rounded(values: Array, dtype: DType, where: str) -> torch.Tensor:
 
     Raises:
         TooNarrow: when a value overflows, or when subnormals cost more than ordinary rounding can.
+        ScuteError: SC309 when a value is infinite or NaN before it is rounded.
     """
     exact = torch.from_numpy(np.ascontiguousarray(values))
     tensor = exact.to(getattr(torch, dtype.value))
     if tensor.numel() and not all(edge.isfinite() for edge in torch.aminmax(tensor)):  # a NaN anywhere is both edges
+        _refuse_non_finite(exact, where)
         raise TooNarrow(where, f"largest value {float(exact.abs().max()):.6g}", dtype)
     if dtype is DType.FLOAT16:
         wide = exact.double()
@@ -51,6 +55,19 @@ def rounded(values: Array, dtype: DType, where: str) -> torch.Tensor:
         if lost > 2 * dtype.epsilon * size:
             raise TooNarrow(where, f"rounding loses {lost / size:.2%} of the tensor", dtype)
     return tensor
+
+
+def _refuse_non_finite(exact: torch.Tensor, where: str) -> None:
+    wrong = int((~exact.isfinite()).sum())
+    if wrong:
+        fail(
+            Code.SC309,
+            where=where,
+            found=f"{wrong} of {exact.numel()} values come out as NaN or infinity",
+            expected="finite numbers",
+            next="look for NaN in this layer of the base, and for columns of W + c A B that are zero: DoRA divides by "
+            "their norms, and PEFT's answer is NaN as well",
+        )
 
 
 def raw_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

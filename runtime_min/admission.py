@@ -36,7 +36,7 @@ class Room:
         return f"{self.slots} slots, {own} bytes, {shared} bytes of shared factors, {self.pairs} shared pairs"
 
 
-def check_known(names: Iterable[str], known: Mapping[str, AdapterImage]) -> None:
+def check_known(names: Iterable[str], known: Mapping[str, object]) -> None:
     """Refuse names that the pool doesn't know, all of them together (SC802)."""
     findings = Findings()
     for name in names:

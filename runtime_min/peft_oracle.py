@@ -22,6 +22,8 @@ from scute_compile.formats.peft_folder import AdapterFolder
 
 PREFIX = "base_model.model."
 _SHARED = ("vera_A", "vera_B")
+_OF_THE_BASE = (".weight", ".bias", ".base_layer.weight", ".base_layer.bias")
+"""What follows a module's path in keys of the base's own tensors: they don't make the module an adapted one."""
 _DROPPED_KEYS = (Code.SC313.name, Code.SC321.name)
 """Findings about keys that the artifact leaves out because they change nothing."""
 
@@ -59,7 +61,8 @@ def locate(adapter: AdapterFolder, manifest: Manifest, to_model: Mapping[str, st
         last = key.rsplit(".", 1)[1] if "." in key else key
         if raw is not None:
             path = to_model[_base_path(raw, manifest)]
-            modules[raw.removeprefix(PREFIX)] = path
+            if key[len(raw) :] not in _OF_THE_BASE:
+                modules[raw.removeprefix(PREFIX)] = path
             tensors[f"{PREFIX}{path}{key[len(raw) :]}"] = tensor
         else:
             tensors[f"base_model.{last}" if last in _SHARED else key] = tensor
@@ -107,10 +110,10 @@ def wrap(model: torch.nn.Module, adapter: AdapterFolder, located: Located, base_
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        config = _config(adapter, located)
         try:
+            config = _config(adapter, located)
             wrapped: torch.nn.Module = get_peft_model(model, config)
-            result = set_peft_model_state_dict(wrapped, dict(located.tensors))
+            result = set_peft_model_state_dict(wrapped, _read_by_peft(located, config))
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             _refuse(adapter, f"the installed PEFT can't load it: {' '.join(str(error).split())[:300]}")
     prefix: str = wrapped.base_model.prefix  # type: ignore[union-attr,assignment] # PEFT's own attributes
@@ -123,6 +126,12 @@ def wrap(model: torch.nn.Module, adapter: AdapterFolder, located: Located, base_
     if config.peft_type == "VERA" and not config.save_projection:
         _round_projections(wrapped, base_dtype)
     return wrapped.eval()
+
+
+def _read_by_peft(located: Located, config: Config) -> dict[str, torch.Tensor]:
+    """Return the tensors without projections that PEFT draws anew from the key although they were saved."""
+    drawn = config.peft_type == "VERA" and not config.save_projection
+    return {key: tensor for key, tensor in located.tensors.items() if not (drawn and key.endswith(_SHARED))}
 
 
 def _refuse(adapter: AdapterFolder, found: str) -> None:

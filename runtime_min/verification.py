@@ -112,7 +112,7 @@ def load_model(base: Path) -> torch.nn.Module:
             named = [getattr(transformers, name, None) for name in config.architectures or ()]
             kind = next(filter(None, named), transformers.AutoModelForCausalLM)
             loaded = kind.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
             fail(
                 Code.SC402,
                 where=str(base),

@@ -69,7 +69,8 @@ class Code(Enum):
     SC207 = ("the scale is unknown", "The scaling factor can't be derived from what was saved.")
     SC208 = (
         "a pattern matches no module",
-        "An entry of `rank_pattern` or `alpha_pattern` matches none of the adapted modules and so changes nothing.",
+        "An entry of `rank_pattern` or `alpha_pattern` matches none of the adapted modules, or one of `target_modules` "
+        "none of the base's layers, and so changes nothing.",
     )
     SC209 = (
         "a pattern takes too long to match",
@@ -82,6 +83,11 @@ class Code(Enum):
     )
     SC211 = ("parts of the model are replaced", "modules_to_save and trainable tokens replace weights outright.")
     SC212 = ("experts are not served", "Adapters on the stacked parameters of experts are outside the normal form.")
+    SC213 = (
+        "several patterns match one module",
+        "PEFT takes the first pattern of `alpha_pattern` that matches, in the file's order, and sorts patterns when it "
+        "saves them: the order of the training run is lost, and with it perhaps the scale.",
+    )
     SC301 = (
         "a key belongs to no slot",
         "Every tensor of the checkpoint must be claimed by exactly one slot; a dropped tensor is a silent fault.",

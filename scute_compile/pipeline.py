@@ -23,6 +23,7 @@ from scute_compile.ir import Program
 from scute_compile.model import ModelStructure
 from scute_compile.passes.fold import fold
 from scute_compile.passes.parse.checkpoint import parse
+from scute_compile.passes.parse.checks import NUMBERS
 from scute_compile.passes.place import place
 from scute_compile.passes.route import route
 from scute_compile.passes.scale import scale, site_expressions
@@ -148,18 +149,36 @@ def _rewrite(program: Program, scanned: Scan, base: OpenBase | None, findings: F
         )  # fmt: skip
     if not base.checkpoint.tensors:
         _check_needs(program, findings)
+    _check_numbers(program, findings)
     return program
 
 
-def _check_needs(program: Program, findings: Findings) -> None:
-    needed = {
-        ref.key: site.name
+def _needed(program: Program) -> dict[Ref, str]:
+    """Return the base tensors that values depend on, each with a site that needs it."""
+    return {
+        ref: site.name
         for site in program.sites
         for value in site_expressions(site)
         for ref in value.references(Source.BASE)
     }
+
+
+def _check_numbers(program: Program, findings: Findings) -> None:
+    """Refuse base tensors that are stored as codes of a quantization which the configuration doesn't mention."""
+    coded = {ref: site for ref, site in _needed(program).items() if ref.dtype not in NUMBERS}
+    if coded:
+        ref, site = next(iter(coded.items()))
+        findings.error(
+            Code.SC404, where=site,
+            found=f"{len(coded)} base tensors that are needed, such as `{ref.key}` in {ref.dtype}",
+            expected="weights in float32, bfloat16 or float16", next="pass the model that was quantized with --base",
+        )  # fmt: skip
+
+
+def _check_needs(program: Program, findings: Findings) -> None:
+    needed = _needed(program)
     if needed:
-        key, site = next(iter(needed.items()))
+        key, site = next((ref.key, site) for ref, site in needed.items())
         findings.error(
             Code.SC403,
             where=site,
@@ -179,7 +198,7 @@ def _comparison(adapter: AdapterFolder, base: BaseCheckpoint) -> Callable[[Ref, 
 
     def same(adapter_tensor: Ref, base_tensor: Ref) -> bool | None:
         stored = base.tensors.get(base_tensor.key)
-        if stored is None or stored.file is None:
+        if stored is None or stored.file is None or not {adapter_tensor.dtype, base_tensor.dtype} <= NUMBERS:
             return None
         entry = adapter.tensors[adapter_tensor.key]
         values = 1 << 20

@@ -158,7 +158,7 @@ def test_what_is_neither_folder_nor_repository_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (found, *_) = refused(source)
-    assert found.code in ({Code.SC107} if not source else {Code.SC101})
+    assert found.code is Code.SC101
 
 
 def test_an_unreachable_hub_says_what_was_tried() -> None:

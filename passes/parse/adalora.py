@@ -15,7 +15,7 @@ from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, 
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.lora import INERT as LORA_INERT
 from scute_compile.passes.parse.lora import RULES as LORA_RULES
-from scute_compile.passes.parse.settings import Settings
+from scute_compile.passes.parse.settings import Bias, Settings
 
 RANK_GUARD = 1e-5
 """PEFT adds this to the rank in the denominator."""
@@ -26,7 +26,9 @@ class AdaLoraSettings(Settings):
 
     init_r: int = 12
     lora_alpha: float | None = None
-    bias: str = "none"
+    rank_pattern: dict[str, list[bool]] | None = None
+    """Per `MODULE.lora_E`, which of the first ranks were kept; null before the first were dropped."""
+    bias: Bias = "none"
 
 
 def dimensions(tensors: Tensors) -> tuple[int, int]:
@@ -40,6 +42,8 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
     ada = cast("AdaLoraSettings", settings)
     alpha = ada.lora_alpha if ada.lora_alpha is not None else 8.0  # the configuration's default
     c = (alpha if alpha > 0 else float(ada.init_r)) / (ada.init_r + RANK_GUARD)
+    if not _is_initial_rank(checkpoint, ada):
+        return Reading(method="adalora", sites=())
     sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, c)) is not None]
     kept = sorted({site.terms[0].rank for site in sites if site.terms})
     settings_shown = (
@@ -48,6 +52,25 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
         ("alpha", f"{alpha:g}"),
     )
     return Reading(method="adalora", sites=tuple(sites), settings=settings_shown)
+
+
+def _is_initial_rank(checkpoint: Checkpoint, ada: AdaLoraSettings) -> bool:
+    """Whether init_r can be the rank at the start of training; the scale divides by it, and no tensor keeps it."""
+    masks = {len(mask) for mask in (ada.rank_pattern or {}).values()}
+    ranks = {t["lora_A"].shape[0] for t in checkpoint.modules.values() if "lora_A" in t}
+    kept = all(rank <= ada.init_r for rank in ranks) if masks else ranks <= {ada.init_r}
+    if ada.init_r > 0 and masks <= {ada.init_r} and kept:
+        return True
+    listed = " ".join(map(str, sorted(ranks)))
+    checkpoint.findings.error(
+        Code.SC310,
+        where="init_r",
+        found=f"init_r = {ada.init_r}, ranks {listed} in the tensors, "
+        + (f"masks of {' '.join(map(str, sorted(masks)))} in rank_pattern" if masks else "no rank_pattern"),
+        expected="the rank at the start of training, from which rank_pattern leads to the tensors' ranks",
+        next="restore the configuration of the training run: the scale divides by init_r",
+    )
+    return False
 
 
 def _site(checkpoint: Checkpoint, path: str, c: float) -> Site | None:
@@ -77,7 +100,7 @@ ADALORA = FrontEnd(
     settings=AdaLoraSettings,
     inert=LORA_INERT
     | {"r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step", "use_rslora"}
-    | {"rank_pattern", "alpha_pattern", "init_lora_weights", "use_dora", "lora_bias"},
+    | {"alpha_pattern", "init_lora_weights", "use_dora", "lora_bias"},
     rules=LORA_RULES,
     may_be_empty=frozenset({"lora_A", "lora_B", "lora_E"}),
     inert_keys=("ranknum",),

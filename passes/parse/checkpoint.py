@@ -15,12 +15,12 @@ from scute_compile.passes.parse.adalora import ADALORA
 from scute_compile.passes.parse.checks import check_shapes, check_tensors, drop_unserved
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors
 from scute_compile.passes.parse.ia3 import IA3
-from scute_compile.passes.parse.keys import SortedKeys, module_path, sort_keys
+from scute_compile.passes.parse.keys import SortedKeys, check_prefix, module_path, sort_keys
 from scute_compile.passes.parse.lora import LORA
 from scute_compile.passes.parse.oft import OFT
 from scute_compile.passes.parse.rest import Rest, claim_rest, with_biases
 from scute_compile.passes.parse.settings import read_settings
-from scute_compile.passes.parse.targets import check_targets, some
+from scute_compile.passes.parse.targets import check_targets, heads_of, some
 from scute_compile.passes.parse.vera import VERA
 from scute_compile.passes.scan import Scan
 from scute_compile.rooting import Rerooting, reroot
@@ -120,12 +120,14 @@ def parse(
     if rooted is None:
         return nothing, findings
     checkpoint = _checkpoint(adapter, scan, known, modules, keys, refs, rooted, findings)
-    if structure is not None:
-        _check_targets(checkpoint)
+    if structure is not None and checkpoint.modules:
+        _check_targets(checkpoint, keys)
     reading = Reading(method=nothing.method, sites=())
     if check_shapes(front_end, checkpoint.modules, known, findings) and settings is not None:
         reading = front_end.build(checkpoint, settings)
     sites = _claim_rest(front_end, checkpoint, keys, refs, rooted, reading, same_values)
+    if structure is not None and not checkpoint.modules and not findings.errors:
+        _check_targets(checkpoint, keys)  # unless what is wrong with every key has been said
     return _program(nothing, reading, rooted, sites), findings
 
 
@@ -155,7 +157,7 @@ def _root(modules: Mapping[str, Tensors], keys: SortedKeys, known: ModelStructur
     if len(matched) == len(modules):
         if not modules and not findings.errors and not keys.rest:
             _no_match(keys, known, findings)
-        return Rooted(paths=plain)
+        return Rooted(paths=plain) if check_prefix(modules, findings) else None
     result = reroot(modules, known.linears.keys())
     if isinstance(result, Rerooting):
         findings.note(
@@ -213,12 +215,14 @@ def _checkpoint(
     )
 
 
-def _check_targets(checkpoint: Checkpoint) -> None:
+def _check_targets(checkpoint: Checkpoint, keys: SortedKeys) -> None:
     check_targets(
         checkpoint.config,
-        [checkpoint.trained_name(path) for path in checkpoint.structure.linears],
-        [checkpoint.trained_name(path) for path in checkpoint.modules],
-        checkpoint.findings,
+        linears=[checkpoint.trained_name(path) for path in checkpoint.structure.linears],
+        heads=heads_of(checkpoint.structure),
+        tensors=[checkpoint.trained_name(path) for path in checkpoint.modules],
+        keys=[module_path(key) for key in (*keys.modules, *keys.rest)],
+        findings=checkpoint.findings,
     )
 
 

@@ -10,11 +10,10 @@ from scute_compile.expressions import Ref
 from scute_compile.model import Linear, ModelStructure
 from scute_compile.passes.parse.front_end import FrontEnd, Tensors
 from scute_compile.passes.parse.keys import SortedKeys, module_path
-from scute_compile.passes.parse.targets import some
+from scute_compile.passes.parse.targets import EMBEDDINGS, HEADS, some
 from scute_compile.passes.scan import TensorFacts
 
 EXAMPLES = 3
-WORDS = frozenset({"lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "wpe"})
 NUMBERS = frozenset({"F32", "F16", "BF16", "F64"})
 
 
@@ -60,7 +59,7 @@ def drop_unserved(raw_paths: Iterable[str], structure: ModelStructure, findings:
                 Code.SC212, where=raw, found="low-rank factors on stacked experts", expected="linear layers",
                 next="train with target_modules on linear layers only",
             )  # fmt: skip
-        elif segments[-1] in WORDS or path in structure.embeddings:
+        elif segments[-1] in HEADS | EMBEDDINGS or path in structure.embeddings:
             findings.error(
                 Code.SC317, where=raw, found=f"`{segments[-1]}` is an output head or an embedding, which is not served",
                 expected="linear layers between the embedding and the head",

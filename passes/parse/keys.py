@@ -33,19 +33,21 @@ class SortedKeys:
     """Keys that no parameter of the method explains."""
 
 
-def without_adapter_name(key: str, stems: Iterable[str]) -> str:
-    """Remove an adapter's name that old trainers left after a parameter's stem.
+def without_adapter_name(key: str, stems: Iterable[str]) -> tuple[str, str]:
+    """Remove an adapter's name that trainers left after a parameter's stem; return the key and the name.
 
     >>> without_adapter_name("m.lora_A.default.weight", ["lora_A"])
-    'm.lora_A.weight'
+    ('m.lora_A.weight', 'default')
     >>> without_adapter_name("m.lora_E.default", ["lora_E"])
-    'm.lora_E'
+    ('m.lora_E', 'default')
+    >>> without_adapter_name("m.lora_A.weight", ["lora_A"])
+    ('m.lora_A.weight', '')
     """
     segments = key.split(".")
     for position, segment in enumerate(segments[:-1]):
         if segment in stems and segments[position + 1] not in ("weight", "bias"):
-            return ".".join(segments[: position + 1] + segments[position + 2 :])
-    return key
+            return ".".join(segments[: position + 1] + segments[position + 2 :]), segments[position + 1]
+    return key, ""
 
 
 def sort_keys(
@@ -56,12 +58,14 @@ def sort_keys(
     modules: dict[str, dict[str, str]] = {}
     beside: dict[str, str] = {}
     rest = []
+    names: dict[str, str] = {}
     for key in keys:
-        plain = without_adapter_name(key, stems)
+        plain, name = without_adapter_name(key, stems)
         path, parameter = _split(plain, parameters)
         lone = next((p for p in shared for s in p.spellings if plain.endswith(f".{s}") or plain == s), None)
         if parameter is not None:
             claimed, slot = modules.setdefault(path, {}), parameter.slot
+            names.setdefault(name, key)
         elif lone is not None:
             claimed, slot = beside, lone.slot
         else:
@@ -76,7 +80,55 @@ def sort_keys(
                 next="remove the one that is not meant",
             )
         claimed[slot] = key
+    _check_names(names, findings)
     return SortedKeys(modules=modules, shared=beside, rest=tuple(rest))
+
+
+def _check_names(names: Mapping[str, str], findings: Findings) -> None:
+    """Look at the adapters' names that keys carry, each with one such key; `default` is PEFT's own."""
+    given = [name for name in names if name not in ("", "default")]
+    if not given:
+        return
+    key = names[given[0]]
+    if len(names) > 1:
+        findings.error(
+            Code.SC301,
+            where=key,
+            found="tensors of several adapters in one file: " + " and ".join(f"`{named}`" for named in names.values()),
+            expected=f"one adapter's name in every key, or none; there are `{'`, `'.join(sorted(names))}`",
+            next="save each adapter into a folder of its own",
+        )
+    else:
+        findings.note(
+            Code.SC318, where=key, found=f"`{key}`: the name `{given[0]}` in every key",
+            expected="keys without an adapter's name, as save_pretrained writes them",
+            next="read as they were meant; today's PEFT ignores keys with a name other than `default`",
+        )  # fmt: skip
+
+
+def check_prefix(raw_paths: Iterable[str], findings: Findings) -> bool:
+    """Record keys without PEFT's prefix, of paths that all match the base; return whether each module is there once."""
+    raws = tuple(raw_paths)
+    bare = [raw for raw in raws if not raw.startswith(PREFIX)]
+    twice = [raw for raw in bare if PREFIX + raw in raws]
+    for raw in twice:
+        findings.error(
+            Code.SC306, where=raw, found=f"the module as `{PREFIX}{raw}` and as `{raw}`",
+            expected="its tensors once", next="remove the ones that are not meant",
+        )  # fmt: skip
+    if bare and not twice and len(bare) < len(raws):
+        findings.error(
+            Code.SC303, where=bare[0], found=f"{len(bare)} of {len(raws)} modules lack the prefix `{PREFIX}`",
+            expected="the prefix on all keys, or on none",
+            next="the file was put together from several; save the adapter again",
+        )  # fmt: skip
+    elif bare and not twice:
+        findings.note(
+            Code.SC304, where=bare[0], found=f"no key has the prefix `{PREFIX}`; all {len(raws)} modules match without",
+            expected=f"keys that begin with `{PREFIX}`",
+            next="read as they were meant; PEFT would ignore every one of them without a word",
+        )  # fmt: skip
+    return not twice
 
 
 def _split(key: str, parameters: tuple[Parameter, ...]) -> tuple[str, Parameter | None]:

@@ -19,7 +19,7 @@ from scute_compile.ir import Factor, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.patterns import matching
-from scute_compile.passes.parse.settings import Rule, Settings
+from scute_compile.passes.parse.settings import Bias, Rule, Settings
 
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
@@ -32,7 +32,7 @@ class LoraSettings(Settings):
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
-    bias: str = "none"
+    bias: Bias = "none"
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
     init_lora_weights: bool | str = True
@@ -66,6 +66,7 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
     lora = cast("LoraSettings", settings)
     _check_settings(checkpoint, lora)
     _check_patterns(checkpoint, lora)
+    _check_order(checkpoint, lora)
     sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, lora)) is not None]
     ranks = sorted({site.terms[0].rank for site in sites})
     listed = (("ranks", " ".join(map(str, ranks))), ("alpha", f"{lora.lora_alpha:g}")) if lora.lora_alpha else ()
@@ -94,6 +95,11 @@ def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
         checkpoint.findings.error(
             Code.SC204, where="lora_bias", found="lora_bias with use_dora", expected="one of the two",
             next="PEFT refuses the pair as well; correct the configuration",
+        )  # fmt: skip
+    if lora.r is None:
+        checkpoint.findings.note(
+            Code.SC315, where="r", found="no rank r in the configuration; the tensors' ranks count",
+            expected="the rank of the training run", next="the scale follows from the tensors' ranks",
         )  # fmt: skip
     if lora.lora_alpha is None or not math.isfinite(lora.lora_alpha):
         checkpoint.findings.error(
@@ -129,6 +135,27 @@ def _check_patterns(checkpoint: Checkpoint, lora: LoraSettings) -> None:
                 )
 
 
+def _check_order(checkpoint: Checkpoint, lora: LoraSettings) -> None:
+    """Note modules whose alpha depends on the order of patterns: PEFT saves them sorted, so that order is lost."""
+    if list(lora.alpha_pattern) != sorted(lora.alpha_pattern):
+        return
+    several = {}
+    for path in checkpoint.modules:
+        found = matching(lora.alpha_pattern, checkpoint.trained_name(path), where="alpha_pattern")
+        if len({value for _, value in found}) > 1:
+            several[path] = ", ".join(f"`{pattern}` ({value:g})" for pattern, value in found)
+    if several:
+        first, patterns = next(iter(several.items()))
+        checkpoint.findings.note(
+            Code.SC213,
+            where=first,
+            found=f"{patterns} match it; so for {len(several)} of {len(checkpoint.modules)} modules",
+            expected="one alpha for each module: PEFT sorts the patterns when it saves them, so the training run's "
+            "order is lost",
+            next="the first in the file counts, as when PEFT loads it; give each module one pattern if that is wrong",
+        )
+
+
 def scaling(alpha: float, rank: int, *, rslora: bool) -> float:
     """Return c.
 
@@ -147,7 +174,15 @@ def _site(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> Site | None:
             next="set use_dora to true if it was trained so; PEFT would drop the magnitudes in silence",
         )  # fmt: skip
         return None
+    if "lora_B.bias" in tensors and not lora.lora_bias:
+        checkpoint.findings.error(
+            Code.SC310, where=path, found=f"`{tensors['lora_B.bias'].key}` with lora_bias = false",
+            expected="biases on B and lora_bias to agree",
+            next="set lora_bias to true if it was trained so; PEFT would drop the biases in silence",
+        )  # fmt: skip
+        return None
     wanted = ("lora_A", "lora_B") + (("magnitude",) if lora.use_dora else ())
+    wanted += ("lora_B.bias",) if lora.lora_bias else ()
     if not require(checkpoint, path, *wanted) or not _matching_ranks(checkpoint, path, lora):
         return None
     a, b = tensors["lora_A"], Transpose(tensors["lora_B"])

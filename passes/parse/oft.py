@@ -15,7 +15,7 @@ from scute_compile.expressions import Expression, Ref, Reshape, RotationBlocks, 
 from scute_compile.ir import Rotation, RotationKind, Site
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors
 from scute_compile.passes.parse.keys import Parameter
-from scute_compile.passes.parse.settings import Settings, written_before
+from scute_compile.passes.parse.settings import Bias, Settings, written_before
 
 SERIES_SINCE = (0, 18)
 
@@ -30,7 +30,7 @@ class OftSettings(Settings):
     coft: bool = False
     eps: float = 6e-5
     block_share: bool = False
-    bias: str = "none"
+    bias: Bias = "none"
 
 
 def dimensions(tensors: Tensors) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import regex
@@ -30,8 +31,14 @@ def full_match(pattern: str, path: str, *, where: str) -> bool:
             expected="a pattern that ends on every module path",
             next="replace the pattern by a list of module names",
         )
-    try:
+    with _faults_named(pattern, path, where):
         return regex.fullmatch(pattern, path, timeout=SECONDS) is not None
+
+
+@contextmanager
+def _faults_named(pattern: str, path: str, where: str) -> Iterator[None]:
+    try:
+        yield
     except TimeoutError:
         fail(
             Code.SC209,
@@ -67,7 +74,8 @@ def ends_with(path: str, name: str) -> bool:
 def layer_number(path: str, layers_pattern: Sequence[str]) -> int | None:
     """Return the layer that `path` lies in: its first numbered segment, or the one after a named segment."""
     for pattern in layers_pattern or (r"[^.]*",):
-        found = regex.match(rf".*?\.{pattern}\.(\d+)\.", path, timeout=SECONDS)
-        if found:
-            return int(found.group(1))
+        with _faults_named(pattern, path, "layers_pattern"):
+            found = regex.match(rf".*?\.{pattern}\.(\d+)\.", path, timeout=SECONDS)
+            if found and str(found.group(1)).isdecimal():  # a group of the pattern's own may stand first
+                return int(found.group(1))
     return None

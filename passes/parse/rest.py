@@ -12,6 +12,7 @@ from scute_compile.diagnostics import Findings
 from scute_compile.expressions import Add, Ref, Scale
 from scute_compile.ir import Site
 from scute_compile.model import ModelStructure
+from scute_compile.passes.parse.checks import NUMBERS
 
 FOREIGN = regex.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|down)\.")
 HEADS = ("lm_head", "embed_out", "output")
@@ -121,10 +122,32 @@ def base_key(path: str, parameter: str, structure: ModelStructure) -> str | None
     return None
 
 
+def _why_not(ref: Ref, rest: Rest, key: str) -> str:
+    coded = [one.dtype for one in (ref, rest.structure.tensors[key]) if one.dtype not in NUMBERS]
+    return f"it is stored as {coded[0]}" if coded else "the base's weights are absent"
+
+
+def _refuse_other_shape(ref: Ref, own: Ref, rest: Rest) -> None:
+    resized = own.key.removesuffix(".weight") in rest.structure.embeddings and ref.shape[1:] == own.shape[1:]
+    rest.findings.error(
+        Code.SC312,
+        where=ref.key,
+        found=f"a dense weight {ref.shape}, the base's `{own.key}` is {own.shape}"
+        + (": the vocabulary was resized" if resized else ""),
+        expected="tensors of the method alone, or an identical copy",
+        next="serve the adapter on the model whose vocabulary was resized, saved with its new size"
+        if resized
+        else "check that the base is the one the adapter was trained on",
+    )
+
+
 def _claim_copy(ref: Ref, rest: Rest) -> None:
     path, _, parameter = ref.key.rpartition(".")
     key = base_key(rest.to_base(path.removesuffix(".base_layer")), parameter, rest.structure)
-    if key is None or rest.structure.tensors[key].shape != ref.shape:
+    if key is not None and rest.structure.tensors[key].shape != ref.shape:
+        _refuse_other_shape(ref, rest.structure.tensors[key], rest)
+        return
+    if key is None:
         rest.findings.error(
             Code.SC301, where=ref.key, found=f"`{ref.key}` {ref.shape} belongs to no slot of the method",
             expected="every tensor to be claimed", next="remove the tensor if it is a leftover of training",
@@ -135,7 +158,7 @@ def _claim_copy(ref: Ref, rest: Rest) -> None:
         rest.findings.note(Code.SC313, where=ref.key, found=f"identical to the base's `{key}`; dropped")
     elif same is None:
         rest.findings.error(
-            Code.SC403, where=ref.key, found=f"a copy of `{key}`, which can't be compared without the base's weights",
+            Code.SC403, where=ref.key, found=f"a copy of `{key}`, which can't be compared: {_why_not(ref, rest, key)}",
             expected="a base folder with weights", next="pass --base with the weights, or remove the copy",
         )  # fmt: skip
     elif rest.config.get("modules_to_save"):

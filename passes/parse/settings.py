@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import Findings
@@ -20,6 +20,10 @@ INERT = frozenset({
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config", "fan_in_fan_out",
 })  # fmt: skip
 """Fields of every method that say where, when or by whom, or that are held against the tensors elsewhere."""
+
+
+Bias = Annotated[str, Field(pattern=r"^(none|all|[a-z0-9]+_only)$")]
+"""Which biases were trained: none, all of the model, or those of the adapted layers."""
 
 
 class Settings(BaseModel):

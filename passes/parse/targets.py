@@ -6,7 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import Findings
+from scute_compile.model import ModelStructure
 from scute_compile.passes.parse.patterns import ends_with, full_match, layer_number
+
+HEADS = frozenset({"lm_head", "embed_out"})
+EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "wte", "wpe"})
 
 NAMED = 4
 """How many examples a message names."""
@@ -59,20 +63,41 @@ def _in_layers(config: Mapping[str, object], path: str) -> bool:
     return layer_number(path, names(config.get("layers_pattern"))) in layers
 
 
+def heads_of(structure: ModelStructure) -> tuple[str, ...]:
+    """Return the paths of embeddings and output heads that PEFT can wrap; a tied head has no tensor of its own."""
+    known = [path for path in structure.embeddings if path.rpartition(".")[2] in HEADS | EMBEDDINGS]
+    tied = not any(path.rpartition(".")[2] in HEADS for path in known)
+    return (*known, "lm_head") if tied else tuple(known)
+
+
 def check_targets(
-    config: Mapping[str, object], linears: Iterable[str], tensors: Iterable[str], findings: Findings
+    config: Mapping[str, object],
+    *,
+    linears: Iterable[str],
+    heads: Iterable[str],
+    tensors: Iterable[str],
+    keys: Iterable[str],
+    findings: Findings,
 ) -> None:
     """Record where the configuration and the tensors disagree about the adapted modules.
 
     Args:
         config: the adapter's configuration.
         linears: paths of the base's linear layers inside the adapter's root, as the adapter names them.
-        tensors: paths of the modules that have tensors, likewise.
+        heads: paths of its embeddings and output heads.
+        tensors: paths of the linear layers that have tensors.
+        keys: paths or keys of everything in the checkpoint, served or not.
         findings: where disagreements go.
     """
+    present, known = set(tensors), tuple(linears)
     if config.get("target_modules") is None:
+        findings.note(
+            Code.SC315, where="target_modules",
+            found=f"no target_modules; the {len(present)} modules with tensors count",
+            expected="the targets of the training run",
+            next="PEFT would take its own defaults for the architecture and drop the tensors of other modules",
+        )  # fmt: skip
         return
-    present = set(tensors)
     extra = sorted(path for path in present if not is_targeted(config, path))
     if extra:
         findings.error(
@@ -83,7 +108,8 @@ def check_targets(
             next="correct target_modules; PEFT would drop these tensors without a word",
         )
         return
-    missing = sorted(path for path in linears if path not in present and is_targeted(config, path))
+    missing = [path for path in known if path not in present and is_targeted(config, path)]
+    missing += _heads_without_tensors(config, tuple(heads), tuple(keys))
     if missing:
         findings.error(
             Code.SC319,
@@ -92,3 +118,24 @@ def check_targets(
             expected=f"tensors for all {len(missing) + len(present)} modules that match",
             next="check that the base is the one the adapter was trained on, and that the checkpoint is whole",
         )
+    _note_idle_targets(config, (*known, *heads), findings)
+
+
+def _heads_without_tensors(config: Mapping[str, object], heads: Sequence[str], keys: Sequence[str]) -> list[str]:
+    targets = config.get("target_modules")
+    if (isinstance(targets, str) and targets.lower() == "all-linear") or config.get("modules_to_save"):
+        return []  # PEFT leaves the output head out; what is replaced is refused by its own name
+    with_tensors = {path for path in heads if any(f".{path}." in f".{key}." for key in keys)}
+    return [path for path in heads if path not in with_tensors and is_targeted(config, path)]
+
+
+def _note_idle_targets(config: Mapping[str, object], modules: Sequence[str], findings: Findings) -> None:
+    if isinstance(config.get("target_modules"), str):
+        return
+    idle = [name for name in names(config.get("target_modules")) if not any(ends_with(path, name) for path in modules)]
+    if idle:
+        findings.note(
+            Code.SC208, where="target_modules", found=f"{some(idle)} match no linear layer of the base",
+            expected="names of the base's layers",
+            next="PEFT ignores them as well, while another target matches; check that the base is the right one",
+        )  # fmt: skip

@@ -14,7 +14,7 @@ from scute_compile.expressions import Expression, Take, Transpose, VeraProjectio
 from scute_compile.ir import Factor, Owner, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
-from scute_compile.passes.parse.settings import Settings
+from scute_compile.passes.parse.settings import Bias, Settings
 from scute_compile.passes.parse.targets import is_targeted
 
 
@@ -24,7 +24,7 @@ class VeraSettings(Settings):
     r: int | None = None
     projection_prng_key: int = 0
     save_projection: bool = True
-    bias: str = "none"
+    bias: Bias = "none"
 
 
 def dimensions(tensors: Tensors) -> tuple[int, int]:
