@@ -6,6 +6,7 @@ base.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -224,6 +225,9 @@ def _usage(where: str, found: str, expected: str) -> Diagnostic:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; no exception leaves."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a name's letters shows their codes
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(arguments)
     except SystemExit as end:  # how the terminal library ends every command, usage errors (2) included
