@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from scute_compile.runtime_min.device_memory import DeviceMemory
 from scute_compile.runtime_min.record import GRANULE_BYTES, PAGE_GRANULES, Field, granules, values_per_granule
+
+
+class Tables(Protocol):
+    """The tensors that lead to an adapter, as `scute_compile.runtime_min.device_memory.DeviceMemory` holds them."""
+
+    @property
+    def pages(self) -> torch.Tensor: ...
+
+    @property
+    def page_map(self) -> torch.Tensor: ...
+
+    @property
+    def directory(self) -> torch.Tensor: ...
+
+    @property
+    def shared(self) -> torch.Tensor: ...
 
 
 def read_rows(
@@ -62,7 +79,7 @@ _FACTORS = {
 }
 
 
-def read_field(memory: DeviceMemory, slot: int, site: int, field: Field, shape: tuple[int, ...]) -> torch.Tensor:
+def read_field(memory: Tables, slot: int, site: int, field: Field, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor of a resident adapter as the directory leads to it.
 
     Args:
@@ -84,7 +101,7 @@ def read_field(memory: DeviceMemory, slot: int, site: int, field: Field, shape: 
         if record[Field.PAIR] >= 0:
             start = record[field] * values_per_granule(memory.shared.dtype)
             step = stride * values_per_granule(memory.shared.dtype)
-            return memory.shared.view(-1)[start : start + rows * step].view(rows, step)[:, :width].contiguous()
+            return memory.shared.reshape(-1)[start : start + rows * step].view(rows, step)[:, :width].contiguous()
         return read_rows(
             memory.pages, memory.page_map, first_page=first_page, offset=record[field], stride=stride,
             shape=(rows, width), dtype=memory.pages.dtype,

@@ -16,68 +16,8 @@ from scute_compile.runtime_min.kernels.expand import expand_kernel
 from scute_compile.runtime_min.kernels.prefill import prefill_expand_kernel, prefill_shrink_kernel
 from scute_compile.runtime_min.kernels.rotate import rotate_kernel
 from scute_compile.runtime_min.kernels.shrink import scale_shared_kernel, shrink_kernel
-from scute_compile.runtime_min.step_plan import OWNED_ROWS, PAIR_RANKS, PAIR_TOKENS, TILE_TOKENS, StepBuffers
-
-PROGRAMS = 132 * 16
-"""Most programs of a decode launch; they take records of work in turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
-    """What a captured graph must be able to do; a feature that is off costs nothing."""
-
-    owned: bool = True
-    shared: bool = True
-    rotated: int = 0
-    """Capacity of rotated rows."""
-    whole_granules: bool = True
-    """Every rotation block's width is a multiple of a granule."""
-    prefill: bool = False
-    tiles: int = 0
-    """Token tiles of a prefill step."""
-    programs: int = PROGRAMS
-    """Records of the owned shrink per slice and run."""
-    shared_programs: int = PAIR_RANKS
-    """Records of the shared shrink per run."""
-    segments: int = 32
-    blocks: int = 2
-    """Blocks of sixteen tokens of a shared pair."""
-    beside: bool = False
-    """Whether the shrink runs on a side stream while the GEMM does."""
-    pdl: bool = False
-    """Whether the expand begins before the shrink has ended (programmatic dependent launch)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gemm:
-    """One fused GEMM of the base: its sites are consecutive in the directory."""
-
-    first_site: int
-    widths: tuple[int, ...]
-    """Output columns of each slice."""
-
-    @property
-    def padded(self) -> tuple[int, int, int]:
-        """The widths with zeros for absent slices."""
-        a, b, c = (*self.widths, 0, 0)[:3]
-        return a, b, c
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolTensors:
-    """The resident pool's tensors."""
-
-    pages: torch.Tensor
-    page_map: torch.Tensor
-    directory: torch.Tensor
-    shared: torch.Tensor
-    """Shared factors end to end, each row padded to whole granules; not paged, since tensor cores want plain tiles."""
-
-    @property
-    def values(self) -> int:
-        """Values per granule."""
-        return 16 // self.pages.element_size()
-
+from scute_compile.runtime_min.step_form import PROGRAMS, Features, Gemm, PoolTensors
+from scute_compile.runtime_min.step_plan import OWNED_ROWS, PAIR_RANKS, PAIR_TOKENS, TILE_TOKENS, StepRegions
 
 RUN_GRANULES = 512
 ROTATE_BLOCK = (256, 1)
@@ -122,7 +62,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def adapted_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors, step: StepBuffers, gemm: Gemm,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors, step: StepRegions, gemm: Gemm,
     features: Features,
 ) -> torch.Tensor:  # fmt: skip
     """Return the adapted output `(T, N)` of one fused GEMM.
@@ -157,7 +97,7 @@ def adapted_linear(
 
 
 def _buffers(
-    x: torch.Tensor, gemm: Gemm, step: StepBuffers, features: Features
+    x: torch.Tensor, gemm: Gemm, step: StepRegions, features: Features
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     values = 16 // x.element_size()
     capacity = step.capacity
@@ -174,7 +114,7 @@ def _buffers(
 
 
 def _shrink(
-    x: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, hd: torch.Tensor, pool: PoolTensors, step: StepBuffers,
+    x: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, hd: torch.Tensor, pool: PoolTensors, step: StepRegions,
     gemm: Gemm, features: Features,
 ) -> None:  # fmt: skip
     region, k, values, capacity = step.region, x.shape[1], pool.values, step.capacity
@@ -212,7 +152,7 @@ def _early(features: Features) -> dict[str, bool]:
     return {"launch_pdl": True} if features.pdl else {}
 
 
-def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepBuffers, gemm: Gemm, features: Features) -> torch.Tensor:
+def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm, features: Features) -> torch.Tensor:
     tokens, k = x.shape
     slices = len(gemm.widths)
     out = x.new_empty((tokens + features.rotated * slices, k))
@@ -228,7 +168,7 @@ def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepBuffers, gemm: Gemm, f
 
 def _expand(
     y: torch.Tensor, h: torch.Tensor, hd: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors,
-    step: StepBuffers, gemm: Gemm, features: Features, size: tuple[int, int],
+    step: StepRegions, gemm: Gemm, features: Features, size: tuple[int, int],
 ) -> None:  # fmt: skip
     n0, n1, n2 = gemm.padded
     region, sites, capacity, slices = step.region, pool.directory.shape[1], step.capacity, len(gemm.widths)

@@ -83,6 +83,7 @@ class StepPlan:
     shared_work: int
     segments: int
     blocks: int
+    prefill: bool = False
 
 
 def plan_step(
@@ -143,7 +144,7 @@ def plan_step(
     _check(regions, capacity, position)
     return StepPlan(regions=regions, tokens=len(rows), owned=bool(work), shared=blocks > 0, rotated=len(rotated),
                     tiles=len(tiles), work=len(work), shared_work=len(shared["swork"]),
-                    segments=segments + base_segments, blocks=blocks)  # fmt: skip
+                    segments=segments + base_segments, blocks=blocks, prefill=prefill)  # fmt: skip
 
 
 def _runs(members: Sequence[int], length: int) -> list[list[int]]:
@@ -191,27 +192,65 @@ def _check(regions: Mapping[str, Sequence[int]], capacity: Capacity, ranks: int)
             )  # fmt: skip
 
 
-class StepBuffers:
-    """The device's copy of a step's plan, and the intermediate buffers, at fixed addresses."""
+class StepRegions:
+    """A step's metadata as kernels read it: one int32 tensor, and where its regions lie."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+    def __init__(self, capacity: Capacity, device_copy: torch.Tensor) -> None:
         self.capacity = capacity
         self.layout = capacity.layout()
-        size = sum((length + 3) // 4 * 4 for _, length in self.layout.values())
-        self.device_copy = torch.zeros(size, dtype=torch.int32, device=device)
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-
-    def fill(self, plan: StepPlan) -> None:
-        """Copy a plan to the device in one piece. Rows beyond the plan's tokens belong to no adapter."""
-        start, length = self.layout["row_slot"]
-        self._host[start : start + length] = -1
-        for name, values in plan.regions.items():
-            start, _ = self.layout[name]
-            if values:
-                self._host[start : start + len(values)] = torch.tensor(list(values), dtype=torch.int32)
-        self.device_copy.copy_(self._host, non_blocking=True)
+        self.device_copy = device_copy
 
     def region(self, name: str) -> torch.Tensor:
         """Return a view of one region on the device."""
         start, length = self.layout[name]
         return self.device_copy[start : start + length]
+
+
+HOST_COPIES = 4
+"""Steps whose metadata may wait for the device while the host prepares the next one."""
+
+
+class StepBuffers(StepRegions):
+    """The device's copy of a step's plan, at a fixed address, and the host's copies that it is filled from.
+
+    A copy to the device reads pinned memory after `fill` has returned. So the host has a few buffers in turn, and an
+    event says when each may be written again. Steps that are filled on different streams are for the caller to order.
+    """
+
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        size = sum((length + 3) // 4 * 4 for _, length in capacity.layout().values())
+        super().__init__(capacity, torch.zeros(size, dtype=torch.int32, device=device))
+        cuda = device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(HOST_COPIES if cuda else 1)]
+        self._read: list[torch.cuda.Event | None] = [None] * len(self._hosts)
+        self._turn = 0
+
+    def fill(self, plan: StepPlan) -> None:
+        """Copy a plan to the device in one piece, on the current stream; the host waits for older copies alone.
+
+        Rows beyond the plan's tokens belong to no adapter, and tiles and blocks beyond its own hold no rows: a graph
+        that was captured for larger steps launches programs for them too.
+        """
+        host = self._host()
+        for name, absent in (("row_slot", -1), ("block", 0), ("tile", 0)):
+            start, length = self.layout[name]
+            host[start : start + length] = absent
+        start, length = self.layout["tile"]
+        host[start : start + length : 4] = -1
+        for name, values in plan.regions.items():
+            start, _ = self.layout[name]
+            if values:
+                host[start : start + len(values)] = torch.tensor(list(values), dtype=torch.int32)
+        self.device_copy.copy_(host, non_blocking=True)
+        if self.device_copy.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it unannotated
+            event.record(torch.cuda.current_stream(self.device_copy.device))
+            self._read[self._turn] = event
+            self._turn = (self._turn + 1) % len(self._hosts)
+
+    def _host(self) -> torch.Tensor:
+        """Return the next host buffer, once the copy that last read it is done."""
+        read = self._read[self._turn]
+        if read is not None:
+            read.synchronize()
+        return self._hosts[self._turn]

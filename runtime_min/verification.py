@@ -98,8 +98,8 @@ def verify(
     )
 
 
-def load_model(base: Path) -> torch.nn.Module:
-    """Load a base in float32 on the CPU, with plain attention, as the class that its configuration names.
+def load_model(base: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Load a base on the CPU, with plain attention, as the class that its configuration names.
 
     Raises:
         ScuteError: SC402 when transformers can't load it.
@@ -111,7 +111,7 @@ def load_model(base: Path) -> torch.nn.Module:
             config = transformers.AutoConfig.from_pretrained(base)
             named = [getattr(transformers, name, None) for name in config.architectures or ()]
             kind = next(filter(None, named), transformers.AutoModelForCausalLM)
-            loaded = kind.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+            loaded = kind.from_pretrained(base, dtype=dtype, attn_implementation="eager")
         except (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
             fail(
                 Code.SC402,

@@ -1,0 +1,135 @@
+"""The adapted layer as one PyTorch operator, `scute::adapted_linear`: in four steps, define, fake, CUDA, CPU.
+
+It takes tensors and plain numbers alone, so that `torch.compile` and CUDA graphs see one opaque call; which adapter
+each row has lies in tensors, so the mix may change between calls and replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+from scute_compile.ir import RotationKind
+from scute_compile.runtime_min.gather import read_field
+from scute_compile.runtime_min.record import Field
+from scute_compile.runtime_min.reference import SiteSlots, TermSlots, apply_site, rotate, wide
+from scute_compile.runtime_min.step_form import Features, Gemm, PoolTensors, capacity_of
+from scute_compile.runtime_min.step_plan import StepRegions
+
+
+@torch.library.custom_op("scute::adapted_linear", mutates_args=(), device_types="cpu")
+def adapted_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
+    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
+    capacity: Sequence[int], features: Sequence[int],
+) -> torch.Tensor:  # fmt: skip
+    """Return the output of one fused GEMM, each row with its adapter's slots.
+
+    **Semantics**: rows without an adapter are `x @ weight.T + bias`; the others are `apply_site` of each slice.
+
+    Args:
+        x: Inputs `(T, K)`.
+        weight: `(N, K)`, of any strides.
+        bias: `(N,)` or None.
+        pages: The resident pool's pages; this and the next three as `DeviceMemory` holds them.
+        page_map: int32.
+        directory: int32 `(slots, sites, 16)`.
+        shared: Shared factors.
+        step: The step's metadata, int32: `StepBuffers.device_copy`.
+        first_site: Index of the first slice's site in the directory.
+        widths: Output columns of each slice; they add up to N.
+        capacity: `step_form.capacity_numbers` of the step's buffers.
+        features: `Features.numbers`: what the step needs on a GPU. The reference looks at the tensors instead.
+
+    Returns:
+        `(T, N)` in the dtype of `x`.
+    """
+    del features
+    y = torch.nn.functional.linear(x, weight, bias)
+    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
+    row_slot = StepRegions(capacity_of(capacity), step).region("row_slot")[: len(x)]
+    for slot in sorted(set(row_slot.tolist()) - {-1}):
+        rows = (row_slot == slot).nonzero().flatten()
+        start = 0
+        for site, width in enumerate(widths, first_site):
+            part = slice(start, start + width)
+            slots = read_site(tables, slot, site, (x.shape[1], width))
+            if slots is not None:
+                y[rows, part] = _adapted(y[rows, part], x[rows], weight[part], slots)
+            start += width
+    return y
+
+
+@adapted_linear.register_fake
+def _(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
+    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
+    capacity: Sequence[int], features: Sequence[int],
+) -> torch.Tensor:  # fmt: skip
+    del bias, pages, page_map, directory, shared, step, first_site, widths, capacity, features
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@adapted_linear.register_kernel("cuda")
+def _(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
+    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
+    capacity: Sequence[int], features: Sequence[int],
+) -> torch.Tensor:  # fmt: skip
+    try:
+        from scute_compile.runtime_min import launch
+    except ModuleNotFoundError as error:
+        fail(
+            Code.SC701, where="the runtime on a GPU", found=f"no module named {error.name!r}", expected="triton",
+            next="pip install 'scute[runtime]', or serve on the CPU",
+        )  # fmt: skip
+    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
+    regions = StepRegions(capacity_of(capacity), step)
+    gemm = Gemm(first_site=first_site, widths=tuple(widths))
+    return launch.adapted_linear(x.contiguous(), weight, bias, tables, regions, gemm, Features.of_numbers(features))
+
+
+def read_site(tables: PoolTensors, slot: int, site: int, size: tuple[int, int]) -> SiteSlots | None:
+    """Return an adapter's tensors at one site as the directory leads to them; None where it doesn't touch the site.
+
+    Args:
+        tables: The pool's tensors.
+        slot: The adapter's place in the directory.
+        site: The layer's index.
+        size: The layer's inputs and outputs.
+    """
+    record: list[int] = tables.directory[slot, site].tolist()
+    inputs, outputs = size
+
+    def read(field: Field, *shape: int) -> torch.Tensor | None:
+        return read_field(tables, slot, site, field, shape) if record[field] >= 0 else None
+
+    rank, block = record[Field.RANK], record[Field.R_BLOCK]
+    terms: tuple[TermSlots, ...] = ()
+    if rank > 0:
+        a, b = (
+            read_field(tables, slot, site, field, (rank, width))
+            for field, width in ((Field.A_OFFSET, inputs), (Field.B_OFFSET, outputs))
+        )
+        terms = (TermSlots(a=a, b=b, d=read(Field.D_OFFSET, rank), e=read(Field.E_OFFSET, outputs)),)
+    delta, rotation = None, None
+    if record[Field.R_OFFSET] >= 0:
+        blocks = 1 if record[Field.R_SHARED] else inputs // block
+        rotation = RotationKind.DIAGONAL if block == 1 else RotationKind.BLOCKS
+        delta = read(Field.R_OFFSET, *((inputs,) if block == 1 else (blocks, block, block)))
+    slots = SiteSlots(
+        rotation=rotation, delta=delta, ds=read(Field.DS_OFFSET, outputs), b=read(Field.SHIFT_OFFSET, outputs),
+        terms=terms,
+    )  # fmt: skip
+    return slots if terms or any(value is not None for value in (delta, slots.ds, slots.b)) else None
+
+
+def _adapted(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, slots: SiteSlots) -> torch.Tensor:
+    delta_y = None
+    if slots.rotation is not None and slots.delta is not None:
+        dtype = wide(x, weight)
+        delta_y = rotate(x, slots.delta, slots.rotation).to(dtype) @ weight.to(dtype).T
+    return apply_site(y, x, delta_y, slots)

@@ -1,0 +1,328 @@
+"""A transformers model that serves resident adapters: one per row of the batch, added and removed between calls.
+
+The model is wrapped in place. On a GPU the layers run the kernels; on a CPU the same code runs the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import torch
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+from scute_compile.formats.artifact import Artifact, open_artifact
+from scute_compile.rooting import Unrooted, reroot
+from scute_compile.runtime_min.adapted_model import linear_layers
+from scute_compile.runtime_min.admission import check_known
+from scute_compile.runtime_min.image import AdapterImage, FactorImage
+from scute_compile.runtime_min.image_reading import read_adapter
+from scute_compile.runtime_min.record import SiteSlot
+from scute_compile.runtime_min.resident_pool import ResidentPool
+from scute_compile.runtime_min.served_layer import ServedLinear, StepState
+from scute_compile.runtime_min.served_step import LoadedFacts, StepSizes, StepWriter
+
+Rows = Sequence[str | None]
+"""The adapter of each row of a batch; None for the base alone."""
+
+
+class ServedModel:
+    """Serves many adapters on one model.
+
+    Calls come from one thread. A step whose adapters don't fit raises before anything runs; the pool, the other
+    adapters and later steps are as before.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        slots: int,
+        num_pages: int,
+        dtype: torch.dtype | None = None,
+        max_tokens: int = 4096,
+        max_rows: int = 64,
+        max_rank: int = 0,
+        base_structure: str | None = None,
+        convert: bool = False,
+        fixed: bool = False,
+        shared_pages: int = 16384,
+    ) -> None:
+        """Wrap a model and make an empty pool.
+
+        Args:
+            model: A transformers causal LM on one device; its layers are replaced until `remove`.
+            slots: Most adapters on the device at once, and so most in one batch.
+            num_pages: The pool's pages, of 2 KiB.
+            dtype: The pool's dtype; None: that of the model's layers, which kernels need. On a CPU any.
+            max_tokens: Most tokens of a step: rows times the longest prompt.
+            max_rows: Most tokens of a decode step.
+            max_rank: Ranks that the step's buffers hold from the start; they grow when a larger adapter is loaded, but
+                a graph that was captured before then is lost.
+            base_structure: The structure hash of the base; artifacts that were compiled for another are refused.
+            convert: Whether artifacts of another dtype are rounded to the pool's.
+            fixed: Whether every step is launched alike, whatever its adapters: for CUDA graphs and `torch.compile`.
+            shared_pages: Pages for shared factors.
+
+        Raises:
+            ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices, or
+                when `dtype` is not theirs on a GPU.
+        """
+        self.model = model
+        self.base_structure = base_structure
+        self._convert = convert
+        heads = getattr(model, "get_output_embeddings", lambda: None)()
+        linears = {name: layer for name, layer in linear_layers(model).items() if layer is not heads}
+        self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
+        weight = _weight_of(linears, dtype)
+        self.pool = ResidentPool(
+            [_site(name, layer) for name, layer in linears.items()], num_pages=num_pages, slots=slots,
+            dtype=weight.dtype if dtype is None else dtype, device=weight.device, shared_pages=shared_pages,
+            convert=convert,
+        )  # fmt: skip
+        memory = self.pool.memory
+        self._step = StepState(
+            pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared,
+            buffer=memory.page_map,
+        )  # fmt: skip
+        sizes = StepSizes(
+            max_tokens=max(max_tokens, max_rows), max_rows=max_rows, max_rank=max_rank, slots=slots, fixed=fixed
+        )
+        self._writer = StepWriter(self.pool, self._step, sizes)
+        self._layers = [
+            ServedLinear(layer, site, name, self._step) for site, (name, layer) in enumerate(linears.items())
+        ]
+        for layer in self._layers:
+            _put(model, layer.name, layer)
+        self._loaded: dict[str, LoadedFacts] = {}
+        self._call: Callable[..., Any] = model
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that batches may use."""
+        return self.pool.names
+
+    @property
+    def layers(self) -> Mapping[str, ServedLinear]:
+        """The layers that stand in the model, by path."""
+        return {layer.name: layer for layer in self._layers}
+
+    def load(self, name: str, source: Artifact | Path | str) -> None:
+        """Add an adapter from an artifact; it comes onto the device with the first batch that uses it.
+
+        Raises:
+            ScuteError: SC801 (another tp or dtype), SC608 or SC402 (another base), SC803 (terms that aren't served),
+                SC805 (larger than the pool), SC806 (the name is taken), and an artifact's own faults (SC6xx).
+                The adapters that are loaded serve on.
+        """
+        image = self._read(name, source)
+        self.pool.add(name, image)
+        self._know(name, image)
+
+    def replace(self, name: str, source: Artifact | Path | str) -> None:
+        """Put another artifact in an adapter's place. Raises SC802, and as `load`; the old one then serves on."""
+        check_known([name], self._loaded)
+        image = self._read(name, source)
+        self.pool.replace(name, image)
+        self._know(name, image)
+
+    def unload(self, name: str) -> None:
+        """Remove an adapter, on the device and in host memory. Raises SC802 when it isn't loaded."""
+        self.pool.remove(name)
+        del self._loaded[name]
+
+    def forward(self, input_ids: torch.Tensor | None = None, *, adapters: Rows, **options: Any) -> Any:  # noqa: ANN401
+        """Run the model once with one adapter id, or None, per row of the batch.
+
+        Args:
+            input_ids: `(batch, tokens)`; or pass `inputs_embeds`.
+            adapters: One per row.
+            options: What the model's own forward takes.
+
+        Raises:
+            ScuteError: SC802 (an id that isn't loaded), SC804 (more than fits), SC703 (not one id per row).
+        """
+        with torch.no_grad(), self._leased(adapters):
+            self._prepare(adapters, _shape(input_ids, options.get("inputs_embeds")))
+            return self._call(input_ids=input_ids, **options)
+
+    __call__ = forward
+
+    def generate(self, input_ids: torch.Tensor, *, adapters: Rows, **options: Any) -> torch.Tensor:  # noqa: ANN401
+        """Run transformers' own `generate` on one batch, each row with its adapter.
+
+        Args:
+            input_ids: `(batch, tokens)`; pad on the left, and pass `attention_mask`.
+            adapters: One per row; beams and samples of a row follow it.
+            options: What `generate` takes.
+
+        Raises:
+            ScuteError: As `forward`.
+        """
+        model: Any = self.model
+        inside = model.prepare_inputs_for_generation
+
+        @wraps(inside)
+        def prepare(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - transformers' own method, unannotated
+            inputs = inside(*args, **kwargs)
+            self._prepare(adapters, _shape(inputs.get("input_ids"), inputs.get("inputs_embeds")))
+            return inputs
+
+        with torch.no_grad(), self._leased(adapters):
+            _check_rows(adapters, len(input_ids))
+            model.prepare_inputs_for_generation = prepare
+            try:
+                out: torch.Tensor = model.generate(input_ids, **options)
+            finally:
+                del model.prepare_inputs_for_generation
+        return out
+
+    @contextmanager
+    def step(self, adapters: Rows, tokens: Sequence[int]) -> Iterator[None]:
+        """Set the adapters for calls of the model inside the block, for callers with a loop of their own.
+
+        Args:
+            adapters: One per sequence.
+            tokens: How many tokens of the flattened batch belong to each sequence, in order.
+
+        Raises:
+            ScuteError: SC802, SC804.
+        """
+        if len(tokens) != len(adapters):
+            fail(Code.SC703, where="adapters", found=f"{len(adapters)} adapter ids for {len(tokens)} sequences",
+                 expected="one id per sequence", next="pass None for sequences of the base alone")  # fmt: skip
+        with self._leased(adapters):
+            spread = [name for name, count in zip(adapters, tokens, strict=True) for _ in range(count)]
+            self._writer.write(spread)
+            yield
+
+    def compile(self, **options: Any) -> None:  # noqa: ANN401 - torch.compile's own
+        """Let `forward` run the model through `torch.compile`; wants `fixed`, or every new mix compiles again."""
+        self._call = torch.compile(self.model, **options)
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        for layer in self._layers:
+            _put(self.model, layer.name, layer.plain[0])
+        self._call = self.model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    @contextmanager
+    def _leased(self, adapters: Rows) -> Iterator[None]:
+        """Hold the batch's adapters on the device, and let the layers that they touch call the op."""
+        names = tuple(dict.fromkeys(name for name in adapters if name is not None))
+        fixed = self._writer.sizes.fixed
+        if not names and not fixed:
+            self._writer.begin(None)
+            self._activate(())
+            yield
+            return
+        with self.pool.in_use(names) as slots:
+            self._writer.begin(slots)
+            self._activate(tuple(self._loaded) if fixed else names)
+            yield
+
+    def _activate(self, names: Sequence[str]) -> None:
+        sites = frozenset[int]().union(*(self._loaded[name].sites for name in names))
+        for layer in self._layers:
+            layer.active = layer.site in sites
+
+    def _prepare(self, adapters: Rows, shape: tuple[int, int]) -> None:
+        rows, length = shape
+        _check_rows(adapters, rows)
+        each = rows // len(adapters) * length
+        self._writer.write([name for name in adapters for _ in range(each)])
+
+    def _know(self, name: str, image: AdapterImage) -> None:
+        self._loaded[name] = LoadedFacts.of(image)
+        self._writer.fit(self._loaded.values())
+
+    def _read(self, name: str, source: Artifact | Path | str) -> AdapterImage:
+        artifact = source if isinstance(source, Artifact) else open_artifact(source)
+        recorded = artifact.manifest.base
+        if self.base_structure is not None and recorded.structure != self.base_structure:
+            fail(
+                Code.SC608, where=name, found=f"structure hash {recorded.structure[:12]}, of a {recorded.model_type}",
+                expected=f"{self.base_structure[:12]}, of the model that is served",
+                next="serve the base that it was compiled for, or compile the adapter for this one",
+            )  # fmt: skip
+        return read_adapter(
+            artifact, _named_as_in(artifact, self.pool.sites), self.pool.dtype, name=name, factors=self._factors,
+            convert=self._convert, pin=self.pool.memory.pin,
+        )  # fmt: skip
+
+
+def _named_as_in(artifact: Artifact, sites: Sequence[SiteSlot]) -> list[SiteSlot]:
+    """Return the model's layers under the artifact's names: the same, or another after one change of the prefix."""
+    found = reroot(artifact.sites, {site.name: site for site in sites})
+    if isinstance(found, Unrooted):
+        fail(
+            Code.SC402,
+            where=artifact.manifest.name,
+            found=f"sites such as `{next(iter(artifact.sites))}`; {found.reason}",
+            expected="the linear layers of this model, such as " + ", ".join(f"`{site.name}`" for site in sites[:3]),
+            next="load the model that the artifact was compiled for",
+        )
+    named = {layer: name for name, layer in found.mapping.items()}
+    return [dataclasses.replace(site, name=named.get(site.name, site.name)) for site in sites]
+
+
+def _put(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)
+
+
+def _site(name: str, layer: torch.nn.Module) -> SiteSlot:
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)  # noqa: S101 - narrows the type of a module's attribute
+    first, second = weight.shape
+    inputs, outputs = (second, first) if isinstance(layer, torch.nn.Linear) else (first, second)
+    return SiteSlot(name=name, in_features=inputs, out_features=outputs, gemm=name)
+
+
+def _weight_of(linears: Mapping[str, torch.nn.Module], dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the first layer's weight, after checking that the pool can serve all of them."""
+    weights = [weight for layer in linears.values() if isinstance(weight := layer.weight, torch.Tensor)]
+    devices = sorted({str(weight.device) for weight in weights})
+    if len(devices) != 1:
+        fail(
+            Code.SC402 if not devices else Code.SC703, where="the model",
+            found=f"linear layers on {len(devices)} devices: {', '.join(devices)}" if devices else "no linear layer",
+            expected="linear layers, all of them on one device", next="load a causal language model on one device",
+        )  # fmt: skip
+    kinds = sorted({str(weight.dtype) for weight in weights})
+    if weights[0].is_cuda and (len(kinds) > 1 or dtype not in (None, weights[0].dtype)):
+        fail(
+            Code.SC703, where="dtype", found=f"{dtype}, with layers in {', '.join(kinds)}",
+            expected="one dtype for the pool and all layers on a GPU",
+            next="load the model in the dtype of the artifacts",
+        )  # fmt: skip
+    return weights[0]
+
+
+def _shape(input_ids: torch.Tensor | None, embeddings: torch.Tensor | None) -> tuple[int, int]:
+    """Return rows and tokens per row of one call."""
+    given = input_ids if input_ids is not None else embeddings
+    if given is None:
+        fail(Code.SC703, where="forward", found="neither input_ids nor inputs_embeds", expected="one of them",
+             next="pass the batch's tokens")  # fmt: skip
+    return given.shape[0], given.shape[1]
+
+
+def _check_rows(adapters: Rows, rows: int) -> None:
+    if not adapters or rows % len(adapters):
+        fail(
+            Code.SC703, where="adapters", found=f"{len(adapters)} adapter ids for {rows} rows",
+            expected="one id per row of the batch", next="pass None for rows that the base serves alone",
+        )  # fmt: skip

@@ -1,0 +1,144 @@
+"""What a launch is told beside its tensors: the place of a fused GEMM, and what a step needs. Free of Triton.
+
+Everything here packs into plain numbers, as custom ops take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Self
+
+import torch
+
+from scute_compile.runtime_min.step_plan import OWNED_ROWS, PAIR_RANKS, PAIR_TOKENS, TILE_TOKENS, Capacity, StepPlan
+
+PROGRAMS = 132 * 16
+"""Most programs of a decode launch; they take records of work in turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What a captured graph must be able to do; a feature that is off costs nothing."""
+
+    owned: bool = True
+    shared: bool = True
+    rotated: int = 0
+    """Capacity of rotated rows."""
+    whole_granules: bool = True
+    """Every rotation block's width is a multiple of a granule."""
+    prefill: bool = False
+    tiles: int = 0
+    """Token tiles of a prefill step."""
+    programs: int = PROGRAMS
+    """Records of the owned shrink per slice and run."""
+    shared_programs: int = PAIR_RANKS
+    """Records of the shared shrink per run."""
+    segments: int = 32
+    blocks: int = 2
+    """Blocks of sixteen tokens of a shared pair."""
+    beside: bool = False
+    """Whether the shrink runs on a side stream while the GEMM does."""
+    pdl: bool = False
+    """Whether the expand begins before the shrink has ended (programmatic dependent launch)."""
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return the fields in their order, as `of_numbers` takes them."""
+        return tuple(int(value) for value in astuple(self))
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Self:
+        """Return the features that `numbers` packed.
+
+        >>> Features.of_numbers(Features(rotated=3, shared=False).numbers()) == Features(rotated=3, shared=False)
+        True
+        """
+        defaults = {field.name: field.default for field in fields(cls)}
+        kinds = (bool if isinstance(value, bool) else int for value in defaults.values())
+        values: Any = {name: kind(number) for name, kind, number in zip(defaults, kinds, numbers, strict=True)}
+        return cls(**values)
+
+
+def capacity_numbers(capacity: Capacity) -> tuple[int, ...]:
+    """Return a capacity as plain numbers."""
+    return astuple(capacity)
+
+
+def capacity_of(numbers: Sequence[int]) -> Capacity:
+    """Return the capacity that `capacity_numbers` packed.
+
+    >>> capacity_of(capacity_numbers(Capacity(tokens=2, ranks=16))) == Capacity(tokens=2, ranks=16)
+    True
+    """
+    return Capacity(**{field.name: number for field, number in zip(fields(Capacity), numbers, strict=True)})
+
+
+def features_of(plan: StepPlan, *, whole_granules: bool) -> Features:
+    """Return what one step needs and nothing more: for steps that are launched one by one."""
+    return Features(
+        owned=plan.owned,
+        shared=plan.shared,
+        rotated=plan.rotated,
+        whole_granules=whole_granules,
+        prefill=plan.prefill,
+        tiles=plan.tiles,
+        programs=plan.work,
+        shared_programs=plan.shared_work,
+        segments=plan.segments,
+        blocks=plan.blocks,
+    )
+
+
+def fixed_features(capacity: Capacity, *, slots: int, prefill: bool, whole_granules: bool) -> Features:
+    """Return what every step within a capacity may need: for graphs that are captured or compiled once.
+
+    Args:
+        capacity: Of the step's buffers.
+        slots: Most adapters of a step.
+        prefill: Which form.
+        whole_granules: Whether every rotation block's width is a multiple of a granule.
+    """
+    blocks = min(capacity.tokens, capacity.tokens // PAIR_TOKENS + min(capacity.pairs, slots))
+    return Features(
+        owned=True,
+        shared=True,
+        rotated=capacity.rotated,
+        whole_granules=whole_granules,
+        prefill=prefill,
+        tiles=capacity.tokens // TILE_TOKENS + min(slots, capacity.tokens) + 1 if prefill else 0,
+        programs=max(1, capacity.ranks // OWNED_ROWS),
+        shared_programs=blocks * -(-capacity.pair_ranks // PAIR_RANKS),
+        segments=capacity.tokens,
+        blocks=blocks,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """One fused GEMM of the base: its sites are consecutive in the directory."""
+
+    first_site: int
+    widths: tuple[int, ...]
+    """Output columns of each slice."""
+
+    @property
+    def padded(self) -> tuple[int, int, int]:
+        """The widths with zeros for absent slices."""
+        a, b, c = (*self.widths, 0, 0)[:3]
+        return a, b, c
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolTensors:
+    """The resident pool's tensors."""
+
+    pages: torch.Tensor
+    page_map: torch.Tensor
+    directory: torch.Tensor
+    shared: torch.Tensor
+    """Shared factors end to end, each row padded to whole granules; not paged, since tensor cores want plain tiles."""
+
+    @property
+    def values(self) -> int:
+        """Values per granule."""
+        return 16 // self.pages.element_size()
