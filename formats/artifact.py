@@ -36,6 +36,9 @@ MANIFEST = "manifest.json"
 FACTORS = "factors"
 FACTOR_TENSOR = "factor"
 
+Identity = tuple[int, int, int] | None
+"""Number of a folder, number and time of its manifest; none where there is none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
@@ -44,6 +47,12 @@ class Artifact:
     path: Path
     """Its folder, absolute."""
     manifest: Manifest
+    identity: Identity
+    """Of the folder when it was opened."""
+
+    def replaced(self) -> bool:
+        """Return whether another folder has taken the name since: what was read meanwhile may be of both."""
+        return _identity(self.path) != self.identity
 
     @property
     def store(self) -> Path:
@@ -90,7 +99,20 @@ def open_artifact(path: Path | str, *, verify_hashes: bool = True) -> Artifact:
             (names that leave the folder, links), SC605 (tensors), SC606 (shared factors). Faults of several files are
             reported together.
     """
-    folder = Path(path).resolve()
+    while True:
+        folder = Path(path).resolve()
+        before = _identity(folder)
+        try:
+            artifact = _open(path, folder, before, verify_hashes=verify_hashes)
+        except ScuteError:
+            if _identity(folder) == before:
+                raise
+        else:
+            if not artifact.replaced():
+                return artifact
+
+
+def _open(path: Path | str, folder: Path, identity: Identity, *, verify_hashes: bool) -> Artifact:
     if not is_artifact(folder):
         fail(
             Code.SC601,
@@ -100,7 +122,7 @@ def open_artifact(path: Path | str, *, verify_hashes: bool = True) -> Artifact:
             next="pass the artifact's folder and not its store, or compile the adapter first",
         )
     manifest = _read_manifest(folder / MANIFEST)
-    artifact = Artifact(path=folder, manifest=manifest)
+    artifact = Artifact(path=folder, manifest=manifest, identity=identity)
     findings = Findings()
     for rank, record in enumerate(manifest.ranks):
         _check_rank(artifact, rank, record, findings, verify_hashes=verify_hashes)
@@ -108,6 +130,15 @@ def open_artifact(path: Path | str, *, verify_hashes: bool = True) -> Artifact:
         _check_factor(artifact, factor, findings, verify_hashes=verify_hashes)
     findings.raise_if_errors()
     return artifact
+
+
+def _identity(folder: Path) -> Identity:
+    """Return what tells an artifact's folder from another one that took its name; numbers alone are used again."""
+    try:
+        manifest = (folder / MANIFEST).stat()
+        return folder.stat().st_ino, manifest.st_ino, manifest.st_ctime_ns
+    except OSError:
+        return None
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -1,17 +1,17 @@
 """Writing artifacts into a store: all of an artifact appears at once under its name, or nothing does.
 
-Files are written into a hidden folder beside the artifact, synced, and the folder is renamed as the last step.
+Files are written into a hidden folder beside the artifact, synced, and the folder is renamed as the last step. Where
+the system can, an older artifact of that name is exchanged in the same step, so that readers find one or the other.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -19,26 +19,29 @@ from pydantic import JsonValue
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
 from scute_compile.formats.artifact import MANIFEST, factor_path
+from scute_compile.formats.folder_exchange import exchange, locked
 from scute_compile.formats.manifest import manifest_digest
 from scute_compile.formats.safetensors_writer import Raw, SafetensorsWriter
 
 FACTOR_TENSOR = "factor"
+PARTIAL = ".partial"
 
 
 @contextmanager
 def new_artifact(store: Path, name: str) -> Iterator[Path]:
-    """Give a hidden folder to write in; it takes the artifact's name when the block ends without an error."""
+    """Give a hidden folder to write in; it takes the artifact's name when the block ends without an error.
+
+    Several processes may write into one store, also under one name: the last one to end stays.
+    """
     made = _make_folders(store)
     try:
-        hidden = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".partial", dir=store))
-        hidden.chmod(0o755)
-        try:
+        with ExitStack() as stack:
+            hidden = _hidden_folder(store, name, stack)
             yield hidden
             _sync(hidden)
-            _put_in_place(hidden, store / name)
-        finally:
-            shutil.rmtree(hidden, ignore_errors=True)
-        _sync(store)
+            with locked(store):
+                _put_in_place(hidden, store / name)
+            _sync(store)
     except OSError as error:
         fail(
             Code.SC109, where=str(store), found=str(error.strerror or error), expected="a folder that can be written",
@@ -68,39 +71,41 @@ def _remove_if_empty(folder: Path) -> None:
         return
 
 
+def _hidden_folder(store: Path, name: str, stack: ExitStack) -> Path:
+    """Make a folder that is locked while it is written, and remove those whose writers were killed."""
+    with locked(store):
+        for left in store.glob(f".*{PARTIAL}"):
+            _remove_unlocked(left)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=PARTIAL, dir=store))
+        stack.callback(shutil.rmtree, hidden, ignore_errors=True)
+        stack.enter_context(locked(hidden))
+    hidden.chmod(0o755)
+    return hidden
+
+
+def _remove_unlocked(folder: Path) -> None:
+    with suppress(OSError), locked(folder, wait=False):  # its writer holds the lock as long as it lives
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _put_in_place(hidden: Path, target: Path) -> None:
-    """Rename `hidden` to `target`, moving an older artifact away first; another writer may do the same meanwhile."""
-    moved = []
-    try:
-        while not _renamed(hidden, target):
-            moved.append(Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".replaced", dir=target.parent)))
-            _move_away(target, moved[-1] / target.name)
-    finally:  # only now, so that a reader misses the artifact for no longer than between two renames
-        for old in moved:
-            shutil.rmtree(old, ignore_errors=True)
+    """Rename `hidden` to `target`; an older artifact goes where `hidden` was, and with it.
 
-
-def _renamed(hidden: Path, target: Path) -> bool:
-    """Rename `hidden` unless something has the name already."""
-    try:
-        if not target.exists():
-            hidden.rename(target)
-            return True
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another writer was faster
-            raise
-    return False
-
-
-def _move_away(target: Path, to: Path) -> None:
-    """Move an artifact out of the way; nothing but an artifact is ever moved."""
-    if target.exists() and not (target / MANIFEST).is_file() and target.exists():
+    The caller holds the store's lock. Nothing but an artifact is ever replaced.
+    """
+    if not os.path.lexists(target):
+        hidden.rename(target)
+        return
+    if target.is_symlink() or not (target / MANIFEST).is_file():
         fail(
             Code.SC601, where=str(target), found="a folder that is no artifact", expected="an artifact to replace",
             next="choose another --name or -o; nothing was overwritten",
         )  # fmt: skip
-    with suppress(FileNotFoundError):  # another writer was faster
-        target.rename(to)
+    if not exchange(hidden, target):
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=PARTIAL, dir=target.parent))
+        target.rename(old / target.name)
+        hidden.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def write_manifest(folder: Path, fields: Mapping[str, JsonValue]) -> None:

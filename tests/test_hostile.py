@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, VeraConfig
 from safetensors.torch import load_file, save_file
 
-from scute_compile.formats.artifact_writer import new_artifact
 from tests.adapters import write_config
 from tests.commands import Ran, compiled, scute, verified
 from tests.damage import ROOT, Edit, Saved, changed, configured, renamed, without
@@ -262,30 +260,3 @@ def test_an_adapter_that_adalora_pruned_keeps_its_scale(base_folder: Folder, tmp
 def test_no_name_is_no_adapter(base_folder: Folder) -> None:
     ran = scute("check", "", "--base", base_folder("llama"), "--json")
     assert set(_found(ran)) == {"SC101"}
-
-
-def _put(store: Path, number: int, faults: multiprocessing.Queue[str]) -> None:
-    for turn in range(60):
-        try:
-            with new_artifact(store, "one") as folder:
-                (folder / "manifest.json").write_text(f"{number} {turn}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the test shows it
-            faults.put(str(error))
-    faults.put("")
-
-
-def test_writers_of_one_name_replace_each_other_and_leave_nothing_behind(tmp_path: Path) -> None:
-    faults: multiprocessing.Queue[str] = multiprocessing.get_context("fork").Queue()
-    writers = [
-        multiprocessing.get_context("fork").Process(target=_put, args=(tmp_path / "store", number, faults))
-        for number in range(3)
-    ]
-    for writer in writers:
-        writer.start()
-    said: list[str] = []
-    while said.count("") < len(writers):
-        said.append(faults.get(timeout=60))
-    for writer in writers:
-        writer.join()
-    assert set(said) == {""}
-    assert [folder.name for folder in (tmp_path / "store").iterdir()] == ["one"]
