@@ -148,8 +148,10 @@ class ServedModel:
         Raises:
             ScuteError: SC802 (an id that isn't loaded), SC804 (more than fits), SC703 (not one id per row).
         """
+        shape = _shape(input_ids, options.get("inputs_embeds"))
+        _check_rows(adapters, shape[0])
         with torch.no_grad(), self._leased(adapters):
-            self._prepare(adapters, _shape(input_ids, options.get("inputs_embeds")))
+            self._prepare(adapters, shape)
             return self._call(input_ids=input_ids, **options)
 
     __call__ = forward
@@ -174,8 +176,8 @@ class ServedModel:
             self._prepare(adapters, _shape(inputs.get("input_ids"), inputs.get("inputs_embeds")))
             return inputs
 
+        _check_rows(adapters, len(input_ids))
         with torch.no_grad(), self._leased(adapters):
-            _check_rows(adapters, len(input_ids))
             model.prepare_inputs_for_generation = prepare
             try:
                 out: torch.Tensor = model.generate(input_ids, **options)
@@ -225,13 +227,15 @@ class ServedModel:
         fixed = self._writer.sizes.fixed
         if not names and not fixed:
             self._writer.begin(None)
-            self._activate(())
             yield
             return
         with self.pool.in_use(names) as slots:
             self._writer.begin(slots)
             self._activate(tuple(self._loaded) if fixed else names)
-            yield
+            try:
+                yield
+            finally:
+                self._activate(())  # whoever calls the model itself gets the base
 
     def _activate(self, names: Sequence[str]) -> None:
         sites = frozenset[int]().union(*(self._loaded[name].sites for name in names))
@@ -239,8 +243,8 @@ class ServedModel:
             layer.active = layer.site in sites
 
     def _prepare(self, adapters: Rows, shape: tuple[int, int]) -> None:
+        """Write the step of one call; the rows of a call may be several per adapter id, side by side, as beams are."""
         rows, length = shape
-        _check_rows(adapters, rows)
         each = rows // len(adapters) * length
         self._writer.write([name for name in adapters for _ in range(each)])
 
@@ -321,7 +325,7 @@ def _shape(input_ids: torch.Tensor | None, embeddings: torch.Tensor | None) -> t
 
 
 def _check_rows(adapters: Rows, rows: int) -> None:
-    if not adapters or rows % len(adapters):
+    if not adapters or rows != len(adapters):
         fail(
             Code.SC703, where="adapters", found=f"{len(adapters)} adapter ids for {rows} rows",
             expected="one id per row of the batch", next="pass None for rows that the base serves alone",

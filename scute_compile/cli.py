@@ -193,6 +193,30 @@ def cost(
 
 
 @app.command()
+def run(
+    *,
+    base: Annotated[str, typer.Option("--base", help="The base model: a folder or a Hub id.")],
+    adapter: Annotated[list[str] | None, typer.Option(metavar="NAME=ARTIFACT", help="An adapter to serve.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="NAME:TEXT", help="A prompt; without a name for the base alone.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per prompt.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Continue prompts in one batch, each with its own adapter, and stream the tokens."""
+    from scute_compile.commands import run_prompts
+    from scute_compile.run_stream import streaming
+
+    console = _consoles()[0]
+    with streaming(console, prompt or (), live=console.is_terminal and not as_json) as say:
+        report = run_prompts(base, adapter or (), prompt or (), max_new_tokens, say)
+    if as_json:
+        _print_json(report.to_json())
+    elif not console.is_terminal:
+        report.render(console)
+
+
+@app.command()
 def demo(
     *,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Keep everything there.")] = None,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from scute_compile.demo import DemoReport
     from scute_compile.explain_report import ExplainReport
     from scute_compile.inspect_report import InspectReport
+    from scute_compile.run_request import RunReport
     from scute_compile.verify_report import VerifyReport
 
 Advance = Callable[[str, int, int], None]
@@ -242,3 +243,35 @@ def run_demo(out: Path | None, *, quiet: bool) -> DemoReport:
     from scute_compile.demo import demo
 
     return demo(out, quiet=quiet)
+
+
+def run_prompts(
+    base: str,
+    adapters: Sequence[str],
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    say: Callable[[Sequence[str]], None],
+) -> RunReport:
+    """Continue prompts on a base and its adapters, in one batch."""
+    from scute_compile.run_request import RunReport, parse_request
+
+    request = parse_request(adapters, prompts)
+    artifacts = {name: open_artifact(source) for name, source in request.adapters}
+    opened = open_model(base, weights=True)
+    wrong = [finding for artifact in artifacts.values() for finding in other_base(artifact, opened)]
+    if wrong:
+        raise ScuteError(wrong)
+    try:
+        from scute_compile.runtime_min.run_command import BaseModel, run
+    except ModuleNotFoundError as error:
+        fail(
+            Code.SC701, where="run", found=f"no module named {error.name!r}", expected="torch and transformers",
+            next="pip install scute (the full install), or run on another machine",
+        )  # fmt: skip
+    if opened.checkpoint.path is None:
+        raise AssertionError(base)
+    model = BaseModel(
+        source=base, folder=opened.checkpoint.path, dtype=opened.structure.dtype, structure=opened.structure_hash()
+    )
+    answers = run(model, artifacts, request.prompts, max_new_tokens=max_new_tokens, say=say)
+    return RunReport(base=base, answers=answers)

@@ -132,16 +132,22 @@ def test_more_adapters_than_slots_take_turns(make: Make) -> None:
 
 def test_layers_that_no_adapter_of_the_batch_touches_run_plainly(make: Make) -> None:
     model, _ = loaded("llama", ("ia3", "lora-one-layer"), make)
-    ids = ids_of(1, 5)
     active = {}
     for recipe in ("ia3", "lora-one-layer", None):
-        logits_of(model, ids, [recipe])
-        active[recipe] = {name for name, one in model.layers.items() if one.active}
+        with model.step([recipe], [5]):
+            active[recipe] = {name for name, one in model.layers.items() if one.active}
     assert active["ia3"] == {
         f"model.layers.{n}.{name}" for n in range(2) for name in ("self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj")
     }
     assert {name.split(".")[2] for name in active["lora-one-layer"]} == {"1"}
     assert active[None] == set()
+
+
+def test_the_model_itself_stays_the_base(make: Make) -> None:
+    model, made = loaded("llama", ("lora",), make)
+    ids = ids_of(2, 5)
+    logits_of(model, ids, ["lora", None])
+    assert torch.equal(logprobs(model.model, ids), logprobs(load_base("llama", made[0].base), ids))
 
 
 def test_a_loop_of_ones_own_gives_sequences_of_any_length_their_adapters(make: Make) -> None:
@@ -265,5 +271,6 @@ def test_a_pool_too_small_for_one_adapter_is_refused(make: Make) -> None:
 def test_ids_that_do_not_fit_the_batch_are_refused(make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     assert_harmless(model, "SC703", "3 adapter ids for 4 rows", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 3))
+    assert_harmless(model, "SC703", "2 adapter ids for 4", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 2))
     assert_harmless(model, "SC703", "3 adapter ids", lambda: model.generate(ids_of(4, 4), adapters=["lora"] * 3))
     assert_harmless(model, "SC806", "a new name", lambda: model.load("lora", make("oft", "llama").artifact))

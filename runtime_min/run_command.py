@@ -1,0 +1,171 @@
+"""What `scute run` does: all prompts in one batch, each with its adapter, greedily, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+from scute_compile.formats.artifact import Artifact
+from scute_compile.formats.artifact_tensors import TORCH_DTYPES
+from scute_compile.run_request import Answer, Prompt
+from scute_compile.runtime_min.record import PAGE_BYTES
+from scute_compile.runtime_min.served_model import ServedModel
+from scute_compile.runtime_min.verification import load_model
+from scute_compile.target import DType
+
+Say = Callable[[Sequence[str]], None]
+"""Takes the text of every row so far, after each token."""
+SPARE_PAGES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """The base as `scute run` needs it."""
+
+    source: str
+    """As the user named it: a folder or a Hub id."""
+    folder: Path
+    """Its configuration and weights."""
+    dtype: str
+    structure: str
+    """Its structure hash."""
+
+
+def run(
+    base: BaseModel, artifacts: Mapping[str, Artifact], prompts: Sequence[Prompt], *, max_new_tokens: int, say: Say
+) -> tuple[Answer, ...]:
+    """Continue every prompt, all of them in one batch, on the GPU if there is one.
+
+    The base is loaded in the artifacts' dtype; the first one's decides.
+
+    Args:
+        base: The base.
+        artifacts: By name; each was compiled for this base.
+        prompts: Rows of the batch.
+        max_new_tokens: Most tokens per row; a row ends early with the model's own end.
+        say: Hears of every token.
+
+    Raises:
+        ScuteError: SC107 without a tokenizer, SC402 when the model can't be loaded, SC703 for prompts that are too
+            long, and what `ServedModel.load` raises.
+    """
+    tokenizer = _tokenizer(base)
+    tokens = [_encoded(tokenizer, prompt) for prompt in prompts]
+    first = next(iter(artifacts.values()), None)
+    dtype = TORCH_DTYPES[first.manifest.dtype if first else DType(base.dtype)]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(base.folder, dtype=dtype).to(device)
+    _check_length(model, max(map(len, tokens)) + max_new_tokens)
+    served = ServedModel(
+        model, slots=max(1, len(artifacts)), num_pages=_pages(rank.bytes for one in artifacts.values()
+                                                              for rank in one.manifest.ranks),
+        shared_pages=_pages(factor.bytes for one in artifacts.values() for factor in one.manifest.factors),
+        max_tokens=len(tokens) * max(map(len, tokens)), max_rows=len(tokens), base_structure=base.structure,
+    )  # fmt: skip
+    for name, artifact in artifacts.items():
+        served.load(name, artifact)
+    ends = _ends(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
+    ids, mask = _padded(tokens, pad)
+    stream = _Stream(tokenizer, rows=len(tokens), ends=ends, say=say)
+    served.generate(
+        ids.to(device), adapters=[prompt.adapter for prompt in prompts], attention_mask=mask.to(device),
+        do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad, streamer=stream,
+    )  # fmt: skip
+    return tuple(
+        Answer(prompt=prompt, text=text, tokens=tuple(made))
+        for prompt, text, made in zip(prompts, stream.texts, stream.tokens, strict=True)
+    )
+
+
+class _Stream:
+    """Gathers the tokens of all rows as `generate` gives them; transformers' own streamers take one row alone."""
+
+    def __init__(self, tokenizer: Any, *, rows: int, ends: Sequence[int], say: Say) -> None:  # noqa: ANN401
+        self._tokenizer, self._ends, self._say = tokenizer, frozenset(ends), say
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._ended = [False] * rows
+        self._began = False
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of every row so far."""
+        return [self._tokenizer.decode(made, skip_special_tokens=True) for made in self.tokens]
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, which comes first, and then one token per row."""
+        if not self._began:
+            self._began = True
+            return
+        for row, token in enumerate(value.flatten().tolist()):
+            self._ended[row] |= token in self._ends
+            if not self._ended[row]:
+                self.tokens[row].append(token)
+        self._say(self.texts)
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _tokenizer(base: BaseModel) -> Any:  # noqa: ANN401 - transformers' own class, unannotated
+    from transformers import AutoTokenizer
+
+    local = Path(base.source).is_dir()
+    try:
+        return AutoTokenizer.from_pretrained(base.source)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        fail(
+            Code.SC107,
+            where=base.source,
+            found=f"no tokenizer that transformers can load: {' '.join(str(error).split())[:200]}",
+            expected="tokenizer.json, or another tokenizer's files, beside the model",
+            next="copy the tokenizer's files into the folder"
+            if local
+            else "download the whole model, and pass its folder",
+        )
+
+
+def _encoded(tokenizer: Any, prompt: Prompt) -> list[int]:  # noqa: ANN401 - likewise
+    tokens: list[int] = tokenizer(prompt.text)["input_ids"]
+    if not tokens:
+        fail(Code.SC703, where="--prompt", found=f"`{prompt.text}`, which is no token", expected="at least one token",
+             next="write a longer prompt")  # fmt: skip
+    return tokens
+
+
+def _check_length(model: Any, length: int) -> None:  # noqa: ANN401 - likewise
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and length > limit:
+        fail(Code.SC703, where="--prompt", found=f"{length} tokens with those to come", expected=f"at most {limit}",
+             next="shorten the longest prompt, or ask for fewer tokens with --max-new-tokens")  # fmt: skip
+
+
+def _pages(sizes: Iterable[int]) -> int:
+    """Return pages for tensors of these bytes: twice as many, since short rows are padded to whole granules."""
+    return SPARE_PAGES + 2 * (sum(sizes) // PAGE_BYTES)
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:  # noqa: ANN401 - likewise
+    """Return the tokens that end a row, as `generate` takes them."""
+    said = model.generation_config.eos_token_id
+    if said is None:
+        said = tokenizer.eos_token_id
+        model.generation_config.eos_token_id = said
+    return [] if said is None else list(said) if isinstance(said, (list, tuple)) else [said]
+
+
+def _padded(tokens: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and mask `(rows, longest)`, padded on the left."""
+    longest = max(map(len, tokens))
+    ids = torch.full((len(tokens), longest), pad)
+    mask = torch.zeros(len(tokens), longest, dtype=torch.long)
+    for row, held in enumerate(tokens):
+        ids[row, longest - len(held) :] = torch.tensor(held)
+        mask[row, longest - len(held) :] = 1
+    return ids, mask
