@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
 from scute_compile.formats.layout import file_layout, tensor_name
 from scute_compile.formats.manifest import SharedWindow, SiteRecord, TermRecord
+from scute_compile.rooting import Unrooted, reroot
 from scute_compile.runtime_min.image import (
     AdapterImage,
     FactorImage,
@@ -90,6 +91,21 @@ def read_adapter(
     return pack_adapter(
         name, sites, contents, dtype, digest=artifact.manifest.digest, tp=tp, rank=rank, pin=pin
     )  # fmt: skip
+
+
+def named_as_in(artifact: Artifact, sites: Sequence[SiteSlot]) -> list[SiteSlot]:
+    """Return the model's layers under the artifact's names: the same, or another after one change of the prefix."""
+    found = reroot(artifact.sites, {site.name: site for site in sites})
+    if isinstance(found, Unrooted):
+        fail(
+            Code.SC402,
+            where=artifact.manifest.name,
+            found=f"sites such as `{next(iter(artifact.sites))}`; {found.reason}",
+            expected="the linear layers of this model, such as " + ", ".join(f"`{site.name}`" for site in sites[:3]),
+            next="load the model that the artifact was compiled for",
+        )
+    named = {layer: name for name, layer in found.mapping.items()}
+    return [replace(site, name=named.get(site.name, site.name)) for site in sites]
 
 
 def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype, convert: bool) -> None:
