@@ -60,8 +60,8 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         )
         self.pool = ResidentPool(
             self.sites, num_pages=self._pages(model.dtype), slots=self.lora_slots, dtype=model.dtype,
-            device=torch.device(self.device), shared_pages=pages_of(self.options.shared_bytes), pairs=self.options.pairs, tp=self.tp,
-            rank=self.rank,
+            device=torch.device(self.device), shared_pages=pages_of(self.options.shared_bytes),
+            pairs=self.options.pairs, tp=self.tp, rank=self.rank,
         )  # fmt: skip
         self.steps = EngineSteps(self.pool, limits)
         self._attach()
