@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_min.admission import (
     Room,
     check_batch,
@@ -177,6 +178,16 @@ class ResidentPool:
             else:
                 self._current[name] = self._bring_in(self._host[name], self._idle(keep=wanted))
         return {name: self._current[name].slot for name in wanted}
+
+    def fits(self, names: Iterable[str]) -> bool:
+        """Whether `ensure` would find room for these adapters together; nothing is moved. Raises SC802."""
+        wanted = tuple(dict.fromkeys(names))
+        check_known(wanted, self._host)
+        try:
+            self._check_batch(wanted)
+        except ScuteError:
+            return False
+        return True
 
     def prefetch(self, names: Iterable[str]) -> tuple[str, ...]:
         """Bring in what the next batch needs while this one runs, as far as room allows without touching this one.
