@@ -16,9 +16,9 @@ from scute_compile.diagnostics import Diagnostic, ScuteError, fail
 from scute_compile.runtime_min.admission import check_known
 from scute_compile.runtime_min.queue_forecast import Capacity, Running, ServiceTimes, Stopwatch, Waiting
 from scute_compile.runtime_min.queue_policy import Decision, Dropped, Policy, decide
-from scute_compile.runtime_min.requests import Event, Phase, Request, Ticket
 from scute_compile.runtime_min.served_model import ServedModel
 from scute_compile.runtime_min.served_step import LoadedFacts
+from scute_compile.runtime_min.tickets import Event, Phase, Request, Ticket
 from scute_compile.runtime_min.transformers_batch import CacheSize, Progress, TransformersBatch
 
 FIRST_COME = Policy()
@@ -56,6 +56,7 @@ class ContinuousBatch:
         Args:
             served: The model with its adapters.
             cache_tokens: Tokens of all requests that run, prompts and answers; allocated at once (`cache_bytes`).
+                Without a flash kernel, a mask of `step_tokens x (cache_tokens + step_tokens)` values stands beside it.
             requests: Most requests that run.
             step_tokens: Most tokens of a step; longer prompts are read in several.
             page: Tokens of a page of the cache; a request takes whole pages, for all that it may become.
@@ -64,7 +65,8 @@ class ContinuousBatch:
             clock: Seconds.
 
         Raises:
-            ScuteError: SC703 (sizes that don't go together), SC809 (a model that can't be batched this way).
+            ScuteError: SC703 (sizes that don't go together, or don't fit the memory), SC809 (a model that can't be
+                batched this way).
         """
         _check_sizes(served, cache_tokens=cache_tokens, requests=requests, step_tokens=step_tokens, page=page)
         self._served, self._policy, self._clock, self._page = served, policy, clock, page

@@ -62,7 +62,8 @@ class TransformersBatch:
             ends: Tokens that end a request.
 
         Raises:
-            ScuteError: SC809 when this model, or the installed transformers, can't be driven.
+            ScuteError: SC809 when this model, or the installed transformers, can't be driven; SC703 when the cache
+                doesn't fit.
         """
         self._served, self._ends = served, list(ends) or -1
         model: Any = served.model
@@ -160,9 +161,12 @@ class TransformersBatch:
             self._model.set_attn_implementation(self._attention)
 
     def _on_stream(self) -> Any:  # noqa: ANN401 - torch's own class is untyped
-        """Write a step's metadata on the stream that its kernels are launched on."""
+        """Write a step's metadata on the stream that its kernels are launched on, after the inputs."""
         stream = self._processor.inputs_and_outputs.compute_stream
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
+        if stream is None:
+            return nullcontext()
+        stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        return torch.cuda.stream(stream)
 
     def _probe(self, prompt: Sequence[int]) -> torch.Tensor:
         """Return the logits after a prompt, read with the paged cache."""
@@ -194,6 +198,11 @@ class TransformersBatch:
     def _foreign(self) -> Iterator[None]:
         try:
             yield
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            fail(
+                Code.SC703, where="cache_tokens", found=" ".join(str(error).split())[:200],
+                expected="a cache that fits beside the model", next="choose fewer cache_tokens, or step_tokens",
+            )  # fmt: skip
         except FOREIGN as error:
             import transformers
 

@@ -14,8 +14,8 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_min.continuous_batch import ContinuousBatch
 from scute_compile.runtime_min.queue_forecast import ServiceTimes
 from scute_compile.runtime_min.queue_policy import Policy
-from scute_compile.runtime_min.requests import Phase, Request, Ticket
 from scute_compile.runtime_min.served_model import ServedModel
+from scute_compile.runtime_min.tickets import Phase, Request, Ticket
 from tests.bases import load_base
 from tests.served import Compiled, Pair, artifact_of, ids_of, peft_model, served
 
@@ -97,7 +97,7 @@ def test_requests_that_join_and_leave_get_what_peft_gives_each_alone(slots: int,
     assert len(model.pool.resident) <= slots
 
 
-@pytest.mark.parametrize("base", ["mistral", "qwen3", "phi3", "gpt2", "mixtral"])
+@pytest.mark.parametrize("base", ["mistral-window", "qwen3", "phi3", "gpt2", "mixtral"])
 def test_other_architectures_are_batched_too(base: str, make: Make) -> None:
     model, alone = opened(base, ("lora",), make)
     arrivals = {0: [request("lora", 5, 6), request(None, 9, 3)], 2: [request("lora", 4, 5, seed=1)]}
@@ -307,3 +307,4 @@ def test_sizes_that_do_not_go_together_are_refused(make: Make) -> None:
     model, _ = opened("llama", ("lora",), make)
     refused("SC703", "at most 512|<= 512", lambda: ContinuousBatch(model, step_tokens=1024))
     refused("SC703", "64 requests", lambda: ContinuousBatch(model, requests=64, step_tokens=32))
+    refused("SC703", "fewer cache_tokens", lambda: ContinuousBatch(model, cache_tokens=10**12))
