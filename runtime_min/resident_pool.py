@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakValueDictionary
@@ -183,11 +183,10 @@ class ResidentPool:
         """Whether `ensure` would find room for these adapters together; nothing is moved. Raises SC802."""
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        try:
+        with suppress(ScuteError):
             self._check_batch(wanted)
-        except ScuteError:
-            return False
-        return True
+            return True
+        return False
 
     def prefetch(self, names: Iterable[str]) -> tuple[str, ...]:
         """Bring in what the next batch needs while this one runs, as far as room allows without touching this one.
@@ -278,19 +277,15 @@ class ResidentPool:
     def stats(self) -> PoolStats:
         """Return what the pool holds at this moment."""
         return PoolStats(
-            pages=self._pool.counts,
-            slots=len(self.memory.directory),
+            pages=self._pool.counts, slots=len(self.memory.directory),
             slots_in_use=len(self.memory.directory) - self._residents.free_slots,
             adapters=self._residents.bytes_by_adapter,
             factors={factor.key: factor.pages * PAGE_BYTES for factor in self._residents.factors},
-            host=host_bytes(self._host.values()),
-            host_adapters=len(self._host),
-            map_entries=len(self.memory.page_map),
+            host=host_bytes(self._host.values()), host_adapters=len(self._host),
+            map_entries=len(self.memory.page_map), map_moved=self._residents.map_moved,
             map_in_use=len(self.memory.page_map) - self._residents.map_free,
-            map_moved=self._residents.map_moved,
-            shared_pages=len(self.memory.shared),
-            shared_moved=self._residents.shared_moved,
-        )
+            shared_pages=len(self.memory.shared), shared_moved=self._residents.shared_moved,
+        )  # fmt: skip
 
     def _read(self, name: str, source: Source) -> AdapterImage:
         if isinstance(source, AdapterImage):
@@ -317,11 +312,9 @@ class ResidentPool:
         held = [resident.image for resident in self._residents if resident.held and resident not in batch]
         counts = self._pool.counts
         room = Room(
-            slots=len(self.memory.directory),
-            pages=counts.total - counts.lent,
-            shared=len(self.memory.shared),
+            slots=len(self.memory.directory), pages=counts.total - counts.lent, shared=len(self.memory.shared),
             pairs=self._residents.pair_capacity,
-        )
+        )  # fmt: skip
         check_batch({name: self._host[name] for name in names}, held, room)
 
     def _idle(self, keep: Sequence[str] = ()) -> list[Resident]:
