@@ -293,10 +293,8 @@ class ResidentPool:
         else:
             from scute_compile.runtime_min.image_reading import read_adapter  # images need no reader of files
 
-            image = read_adapter(
-                source, self.sites, self.dtype, name=name, tp=self._tp, rank=self._rank,
-                factors=self._factors, convert=self._convert, pin=self.memory.pin,
-            )  # fmt: skip
+            image = read_adapter(source, self.sites, self.dtype, name=name, tp=self._tp, rank=self._rank,
+                                 factors=self._factors, convert=self._convert, pin=self.memory.pin)  # fmt: skip
         check_layout(image, sites=len(self.sites), dtype=self.dtype)
         check_size(image, pages=self._pool.counts.total, shared=len(self.memory.shared))
         return image
