@@ -107,6 +107,16 @@ class ServedModel:
         return self.pool.names
 
     @property
+    def loaded(self) -> Mapping[str, LoadedFacts]:
+        """What is known of each of them; an adapter that was replaced has another object than before."""
+        return self._loaded
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a step."""
+        return self._writer.sizes.max_tokens
+
+    @property
     def layers(self) -> Mapping[str, ServedLinear]:
         """The layers that stand in the model, by path."""
         return {layer.name: layer for layer in self._layers}
