@@ -191,6 +191,11 @@ class Code(Enum):
         "It is used by a running step, or pinned, or present under that name already; it can't be evicted, removed or "
         "added.",
     )
+    SC807 = (
+        "the runtime doesn't serve fully sharded terms",
+        "With `--lora-sharding full` a rank holds a part of both factors, so that ranks must exchange what stands "
+        "between them; a runtime that doesn't would add a part of the adapter and call it all.",
+    )
 
     @property
     def title(self) -> str:
