@@ -29,8 +29,8 @@ def rank_layout(site: SiteRecord, rank: int, dtype: DType) -> Mapping[str, tuple
     """Return dtype and shape of every tensor that `rank` holds of `site`, in the order in which they are written.
 
     `dR` is `(blocks, size, size)` or `(in,)`, `ds` and `b` `(out,)`, `A` `(rank, in)`, `B` `(rank, out)`, `d`
-    `(rank,)`, `e` `(out,)`; `in` and `out` are what the rank holds, and of a fully sharded term also `rank` (of A and d)
-    or `out` (of B and e). Shared factors aren't in rank files.
+    `(rank,)`, `e` `(out,)`; `in` and `out` are what the rank holds, and of a fully sharded term also `rank` (of A and
+    d) or `out` (of B and e). Shared factors aren't in rank files.
     """
     inputs, outputs = width(site.inputs[rank]), width(site.outputs[rank])
     tensors: dict[str, tuple[DType, Shape]] = {}

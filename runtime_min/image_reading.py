@@ -62,9 +62,9 @@ def read_adapter(
         pin: Whether images lie in pinned memory.
 
     Raises:
-        ScuteError: SC801 (another tp or dtype), SC807 (a fully sharded artifact), SC402 (another base), SC803 (terms that mix own and shared factors,
-            or several shared ones at a site), SC320 (values that the pool's dtype can't hold), SC603 (a file that was
-            damaged after the artifact was opened), and what `open_artifact` raises.
+        ScuteError: SC801 (another tp or dtype), SC807 (a fully sharded artifact), SC402 (another base), SC803 (terms
+            that mix own and shared factors, or several shared ones at a site), SC320 (values that the pool's dtype
+            can't hold), SC603 (a file that was damaged after the artifact was opened), and what `open_artifact` raises.
     """
     artifact = source if isinstance(source, Artifact) else open_artifact(source)
     name = name or artifact.manifest.name

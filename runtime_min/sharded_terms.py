@@ -1,9 +1,9 @@
 """Fully sharded low-rank terms: what a rank computes alone, before and after the ranks exchange the intermediate.
 
 The layout is S-LoRA's (arXiv:2311.03285 section 6). Column-parallel site: each rank's rows of A and entries of d give
-it some entries of the intermediate, all ranks gather all entries, and each multiplies its own columns of B. Row-parallel
-site: each rank's inputs give partial sums of the whole intermediate, these are added over the ranks, and each rank
-expands to its own interval of the outputs, inside the partial output that the ranks add up anyway.
+it some entries of the intermediate, all ranks gather all entries, and each multiplies its own columns of B.
+Row-parallel site: each rank's inputs give partial sums of the whole intermediate, these are added over the ranks, and
+each rank expands to its own interval of the outputs, inside the partial output that the ranks add up anyway.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ShardedTerm:
     """One rank's part of a term. Exactly one of `rows` and `columns` is there."""
 
     slots: TermSlots
-    """Column site: A `(rows, K)`, d `(rows,)`, B `(R, N)`, e `(N,)`. Row site: A `(R, K)`, d `(R,)`, B `(R, columns)`, e
-    `(columns,)`. K and N are what the rank holds of the site."""
+    """Column site: A `(rows, K)`, d `(rows,)`, B `(R, N)`, e `(N,)`. Row site: A `(R, K)`, d `(R,)`, B `(R, columns)`,
+    e `(columns,)`. K and N are what the rank holds of the site."""
     rank: int
     """R, of the whole term."""
     rows: Interval | None = None
