@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from scute_compile.expressions import Ranges
 from scute_compile.runtime_min.reference import TermSlots, expand, shrink, wide
 
 Interval = tuple[int, int]
@@ -28,6 +29,8 @@ class ShardedTerm:
     """R, of the whole term."""
     rows: Interval | None = None
     """The interval of the term's rank that this rank computes, of a column-parallel site."""
+    shares: Ranges = ()
+    """The intervals of `rows` of all ranks."""
     columns: Interval | None = None
     """The interval of the outputs that this rank adds to, of a row-parallel site."""
 

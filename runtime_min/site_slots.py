@@ -93,7 +93,8 @@ def _load_factors(artifact: Artifact, factors: Factors, device: torch.device) ->
 def _rank_site(
     record: SiteRecord, rank: int, tensors: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]
 ) -> RankSite:
-    adds = record.shift_rank in (-1, rank)
+    # what is replicated is computed whole, by each rank for itself
+    adds = record.split is not Split.ROW or record.shift_rank == rank
     terms = _terms(record, rank, tensors, factors)
     sharded = any(term.rows is not None or term.columns is not None for term in record.terms)
     return RankSite(
@@ -116,6 +117,7 @@ def _sharded(rank: int, slots: TermSlots, term: TermRecord) -> ShardedTerm:
         slots=slots,
         rank=term.rank,
         rows=None if term.rows is None else term.rows[rank],
+        shares=term.rows or (),
         columns=None if term.columns is None else term.columns[rank],
     )
 
