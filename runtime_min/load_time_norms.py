@@ -1,8 +1,8 @@
 """DoRA's scale from the shards of a base that an engine holds: the path for loading without compiling.
 
-`s = m / colnorm(W + c A B)` (DoRA, arXiv:2402.09353 section 4). A column-parallel rank has all inputs of its outputs and
-needs nobody. A row-parallel rank has some inputs of all outputs: it sums its squares, and the ranks add them up before
-the root. Compiling computes the same from the base's files (`scute_compile.passes.column_norms`).
+`s = m / colnorm(W + c A B)` (DoRA, arXiv:2402.09353 section 4). A column-parallel rank has all inputs of its outputs,
+and needs nobody. A row-parallel rank has some inputs of all outputs: it sums its squares, and the ranks add them up
+before the root. Compiling computes the same from the base's files (`scute_compile.passes.column_norms`).
 """
 
 from __future__ import annotations

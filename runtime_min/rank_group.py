@@ -9,7 +9,6 @@ from enum import StrEnum
 import torch
 import torch.distributed as dist
 
-
 # the newer name of one function; torch before 2.12 has the older one alone
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

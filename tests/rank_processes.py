@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.spawn import spawn
 
 Answer = dict[str, torch.Tensor]
 Work = Callable[..., Answer]
@@ -22,7 +23,7 @@ def on_ranks(count: int, work: Work, *arguments: object) -> list[Answer]:
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
-        torch.multiprocessing.spawn(_begin, (count, folder, work, arguments), nprocs=count)  # type: ignore[no-untyped-call]
+        spawn(_begin, (count, folder, work, arguments), nprocs=count)  # type: ignore[no-untyped-call]
         return [load_file(folder / f"{rank}.safetensors") for rank in range(count)]
 
 
