@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
+PRELOADED = ["scute_compile.runtime_min.distributed_layers", "transformers", "transformers.models.llama.modeling_llama"]
 Answer = dict[str, torch.Tensor]
 Work = Callable[..., Answer]
 
@@ -23,7 +25,9 @@ def on_ranks(count: int, work: Work, *arguments: object) -> list[Answer]:
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
-        spawn(_begin, (count, folder, work, arguments), nprocs=count)  # type: ignore[no-untyped-call]
+        # a server that has imported what ranks need once, and forks them before it has threads
+        set_forkserver_preload(PRELOADED)
+        start_processes(_begin, (count, folder, work, arguments), nprocs=count, start_method="forkserver")  # type: ignore[no-untyped-call]
         return [load_file(folder / f"{rank}.safetensors") for rank in range(count)]
 
 
