@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
 from scute_compile.formats.layout import file_layout, tensor_name
 from scute_compile.formats.manifest import SharedWindow, SiteRecord, TermRecord
+from scute_compile.rooting import Unrooted, reroot
 from scute_compile.runtime_min.image import (
     AdapterImage,
     FactorImage,
@@ -62,7 +63,7 @@ def read_adapter(
         pin: Whether images lie in pinned memory.
 
     Raises:
-        ScuteError: SC801 (another tp or dtype), SC807 (a fully sharded artifact), SC402 (another base), SC803 (terms
+        ScuteError: SC801 (another tp or dtype), SC808 (a fully sharded artifact), SC402 (another base), SC803 (terms
             that mix own and shared factors, or several shared ones at a site), SC320 (values that the pool's dtype
             can't hold), SC603 (a file that was damaged after the artifact was opened), and what `open_artifact` raises.
     """
@@ -93,6 +94,21 @@ def read_adapter(
     )  # fmt: skip
 
 
+def named_as_in(artifact: Artifact, sites: Sequence[SiteSlot]) -> list[SiteSlot]:
+    """Return the model's layers under the artifact's names: the same, or another after one change of the prefix."""
+    found = reroot(artifact.sites, {site.name: site for site in sites})
+    if isinstance(found, Unrooted):
+        fail(
+            Code.SC402,
+            where=artifact.manifest.name,
+            found=f"sites such as `{next(iter(artifact.sites))}`; {found.reason}",
+            expected="the linear layers of this model, such as " + ", ".join(f"`{site.name}`" for site in sites[:3]),
+            next="load the model that the artifact was compiled for",
+        )
+    named = {layer: name for name, layer in found.mapping.items()}
+    return [replace(site, name=named.get(site.name, site.name)) for site in sites]
+
+
 def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype, convert: bool) -> None:
     manifest = artifact.manifest
     if manifest.tp != tp:
@@ -105,7 +121,7 @@ def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype,
         )
     if manifest.fully_sharded:
         fail(
-            Code.SC807,
+            Code.SC808,
             where=name,
             found=f"an artifact for tp {tp} whose terms are cut on both sides (lora_sharding {manifest.lora_sharding})",
             expected=f"lora_sharding {LoraSharding.DEFAULT}: the pool's kernels exchange no intermediates",

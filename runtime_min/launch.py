@@ -16,7 +16,7 @@ from scute_compile.runtime_min.kernels.expand import expand_kernel
 from scute_compile.runtime_min.kernels.prefill import prefill_expand_kernel, prefill_shrink_kernel
 from scute_compile.runtime_min.kernels.rotate import rotate_kernel
 from scute_compile.runtime_min.kernels.shrink import scale_shared_kernel, shrink_kernel
-from scute_compile.runtime_min.step_form import PROGRAMS, Features, Gemm, PoolTensors
+from scute_compile.runtime_min.step_form import PROGRAMS, Features, Gemm, PoolTensors, Product
 from scute_compile.runtime_min.step_plan import OWNED_ROWS, PAIR_RANKS, PAIR_TOKENS, TILE_TOKENS, StepRegions
 
 RUN_GRANULES = 512
@@ -76,6 +76,28 @@ def adapted_linear(
         gemm: Where the layer's sites stand.
         features: What the step may need.
     """
+
+    def multiply(rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
+        return torch.nn.functional.linear(rows, weight, bias if biased else None)
+
+    return adapted_output(x, multiply, bias, pool, step, gemm, features)
+
+
+def adapted_output(
+    x: torch.Tensor, multiply: Product, bias: torch.Tensor | None, pool: PoolTensors, step: StepRegions, gemm: Gemm,
+    features: Features,
+) -> torch.Tensor:  # fmt: skip
+    """Return the adapted output `(T, N)` of one fused GEMM that the caller multiplies.
+
+    Args:
+        x: Inputs `(T, K)`, contiguous.
+        multiply: The base's product; it is called once, for `x` with the delta rows of rotations below it.
+        bias: `(N,)`, which `multiply` adds where it is asked to; None without.
+        pool: Resident adapters.
+        step: This step's metadata.
+        gemm: Where the layer's sites stand.
+        features: What the step may need.
+    """
     tokens = x.shape[0]
     h, hs, hd = _buffers(x, gemm, step, features)
     terms = features.owned or features.shared
@@ -87,7 +109,7 @@ def adapted_linear(
             _shrink(x, h, hs, hd, pool, step, gemm, features)
     with_rows = _rotate(x, pool, step, gemm, features) if features.rotated else x
     late_bias = bias is not None and features.rotated > 0
-    y = torch.nn.functional.linear(with_rows, weight, None if late_bias else bias)
+    y = multiply(with_rows, biased=not late_bias)
     if beside:
         torch.cuda.current_stream(x.device).wait_stream(side_stream(x.device))
     elif terms:

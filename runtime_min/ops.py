@@ -15,8 +15,8 @@ from scute_compile.diagnostics import fail
 from scute_compile.ir import RotationKind
 from scute_compile.runtime_min.gather import read_field
 from scute_compile.runtime_min.record import Field
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots, apply_site, rotate, wide
-from scute_compile.runtime_min.step_form import Features, Gemm, PoolTensors, capacity_of
+from scute_compile.runtime_min.reference import SiteSlots, TermSlots, apply_site, rotate
+from scute_compile.runtime_min.step_form import Features, Gemm, PoolTensors, Product, capacity_of
 from scute_compile.runtime_min.step_plan import StepRegions
 
 
@@ -48,17 +48,40 @@ def adapted_linear(
         `(T, N)` in the dtype of `x`.
     """
     del features
-    y = torch.nn.functional.linear(x, weight, bias)
+
+    def multiply(rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
+        dtype = rows.dtype  # delta rows come in the wide dtype
+        added = bias.to(dtype) if biased and bias is not None else None
+        return torch.nn.functional.linear(rows, weight.to(dtype), added)
+
     tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
-    row_slot = StepRegions(capacity_of(capacity), step).region("row_slot")[: len(x)]
+    gemm = Gemm(first_site=first_site, widths=tuple(widths))
+    return adapted_output(x, multiply, tables, StepRegions(capacity_of(capacity), step), gemm)
+
+
+def adapted_output(
+    x: torch.Tensor, multiply: Product, tables: PoolTensors, step: StepRegions, gemm: Gemm
+) -> torch.Tensor:
+    """Return the adapted output `(T, N)` of one fused GEMM that the caller multiplies: the reference.
+
+    Args:
+        x: Inputs `(T, K)`.
+        multiply: The base's product; called for `x` with its bias, and for delta rows without.
+        tables: Resident adapters.
+        step: This step's metadata.
+        gemm: Where the layer's sites stand.
+    """
+    y = multiply(x, biased=True)
+    row_slot = step.region("row_slot")[: len(x)]
     for slot in sorted(set(row_slot.tolist()) - {-1}):
         rows = (row_slot == slot).nonzero().flatten()
         start = 0
-        for site, width in enumerate(widths, first_site):
+        for site, width in enumerate(gemm.widths, gemm.first_site):
             part = slice(start, start + width)
             slots = read_site(tables, slot, site, (x.shape[1], width))
             if slots is not None:
-                y[rows, part] = _adapted(y[rows, part], x[rows], weight[part], slots)
+                delta_y = _delta(x[rows], multiply, slots)
+                y[rows, part] = apply_site(y[rows, part], x[rows], None if delta_y is None else delta_y[:, part], slots)
             start += width
     return y
 
@@ -127,9 +150,7 @@ def read_site(tables: PoolTensors, slot: int, site: int, size: tuple[int, int]) 
     return slots if terms or any(value is not None for value in (delta, slots.ds, slots.b)) else None
 
 
-def _adapted(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, slots: SiteSlots) -> torch.Tensor:
-    delta_y = None
-    if slots.rotation is not None and slots.delta is not None:
-        dtype = wide(x, weight)
-        delta_y = rotate(x, slots.delta, slots.rotation).to(dtype) @ weight.to(dtype).T
-    return apply_site(y, x, delta_y, slots)
+def _delta(x: torch.Tensor, multiply: Product, slots: SiteSlots) -> torch.Tensor | None:
+    if slots.rotation is None or slots.delta is None:
+        return None
+    return multiply(rotate(x, slots.delta, slots.rotation), biased=False)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -96,6 +97,11 @@ class ResidentPool:
     def names(self) -> tuple[str, ...]:
         """Adapters in host memory, resident or not, in the order in which they were added."""
         return tuple(self._host)
+
+    @property
+    def images(self) -> Mapping[str, AdapterImage]:
+        """The adapters in host memory by name."""
+        return MappingProxyType(self._host)
 
     @property
     def resident(self) -> Mapping[str, int]:

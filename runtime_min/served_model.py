@@ -5,7 +5,6 @@ The model is wrapped in place. On a GPU the layers run the kernels; on a CPU the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -18,11 +17,10 @@ import torch
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
 from scute_compile.formats.artifact import Artifact, open_artifact
-from scute_compile.rooting import Unrooted, reroot
 from scute_compile.runtime_min.adapted_model import linear_layers
 from scute_compile.runtime_min.admission import check_known
 from scute_compile.runtime_min.image import AdapterImage, FactorImage
-from scute_compile.runtime_min.image_reading import read_adapter
+from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
 from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_min.resident_pool import ResidentPool
 from scute_compile.runtime_min.served_layer import ServedLinear, StepState
@@ -262,24 +260,9 @@ class ServedModel:
                 next="serve the base that it was compiled for, or compile the adapter for this one",
             )  # fmt: skip
         return read_adapter(
-            artifact, _named_as_in(artifact, self.pool.sites), self.pool.dtype, name=name, factors=self._factors,
+            artifact, named_as_in(artifact, self.pool.sites), self.pool.dtype, name=name, factors=self._factors,
             convert=self._convert, pin=self.pool.memory.pin,
         )  # fmt: skip
-
-
-def _named_as_in(artifact: Artifact, sites: Sequence[SiteSlot]) -> list[SiteSlot]:
-    """Return the model's layers under the artifact's names: the same, or another after one change of the prefix."""
-    found = reroot(artifact.sites, {site.name: site for site in sites})
-    if isinstance(found, Unrooted):
-        fail(
-            Code.SC402,
-            where=artifact.manifest.name,
-            found=f"sites such as `{next(iter(artifact.sites))}`; {found.reason}",
-            expected="the linear layers of this model, such as " + ", ".join(f"`{site.name}`" for site in sites[:3]),
-            next="load the model that the artifact was compiled for",
-        )
-    named = {layer: name for name, layer in found.mapping.items()}
-    return [dataclasses.replace(site, name=named.get(site.name, site.name)) for site in sites]
 
 
 def _put(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -15,6 +15,13 @@ from scute_compile.runtime_min.step_plan import OWNED_ROWS, PAIR_RANKS, PAIR_TOK
 
 PROGRAMS = 132 * 16
 """Most programs of a decode launch; they take records of work in turn."""
+
+
+class Product(Protocol):
+    """The base's product of one layer: `x @ W`, and its bias where it is asked for."""
+
+    def __call__(self, rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
+        """Return `(rows, N)` in the dtype of `rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

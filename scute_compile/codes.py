@@ -192,6 +192,10 @@ class Code(Enum):
         "added.",
     )
     SC807 = (
+        "the engine can't serve the adapter",
+        "A rank, a slot or a layer is beyond what the serving engine was started with, or beyond what its layers do.",
+    )
+    SC808 = (
         "the runtime doesn't serve fully sharded terms",
         "With `--lora-sharding full` a rank holds a part of both factors, so that ranks must exchange what stands "
         "between them; a runtime that doesn't would add a part of the adapter and call it all.",

@@ -116,6 +116,12 @@ BASES: Mapping[str, Base] = {
         config=_llama(num_attention_heads=9, num_key_value_heads=3, hidden_size=72, intermediate_size=144),
         sharded=True,
     ),
+    "llama-heads-of-32": Base(  # the smallest heads that every attention back end takes
+        config=_llama(num_attention_heads=4, head_dim=32), sharded=True
+    ),
+    "qwen2-heads-of-32": Base(
+        config=lambda: transformers.Qwen2Config(**{**SMALL, "hidden_size": 128}, **FOUR_HEADS), sharded=True
+    ),
     "llama-bf16": Base(config=_llama(), sharded=True, dtype=torch.bfloat16),
     "mistral": Base(config=lambda: transformers.MistralConfig(**SMALL, **FOUR_HEADS, head_dim=16), sharded=True),
     "qwen2": Base(config=lambda: transformers.Qwen2Config(**SMALL, **FOUR_HEADS), sharded=True),

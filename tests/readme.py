@@ -20,7 +20,7 @@ from scute_compile.demo import DemoReport
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "demo.svg"
-ROOMS = ("scute_compile", "passes", "passes/parse", "formats", "runtime_min", "runtime_min/kernels")
+ROOMS = ("scute_compile", "passes", "passes/parse", "formats", "runtime_min", "runtime_min/kernels", "runtime_vllm")
 WIDTH = 100
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MAP = re.compile(r"(<!-- code map.*?-->\n```text\n).*?(^```$)", re.DOTALL | re.MULTILINE)

@@ -73,7 +73,7 @@ def test_links_and_named_files_exist(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (path.parent / target).exists(), target
     for named in re.findall(
-        r"`((?:scute_compile|passes|formats|runtime_min|tests|docs|examples|benchmarks)/[\w/.-]*)`", text
+        r"`((?:scute_compile|passes|formats|runtime_min|runtime_vllm|tests|docs|examples|benchmarks)/[\w/.-]*)`", text
     ):
         assert (ROOT / named).exists(), named
 

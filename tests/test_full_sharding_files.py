@@ -143,7 +143,7 @@ def test_pools_refuse_what_they_would_serve_in_part(pair: Pair, tmp_path: Path) 
     adapter, base = pair("lora", "llama")
     options = ("--tp", 2, "--lora-sharding", "full", "--dtype", "float32")
     artifact = open_artifact(compiled(adapter, base, tmp_path / "store", *options))
-    with pytest.raises(ScuteError, match="SC807") as refused:
+    with pytest.raises(ScuteError, match="SC808") as refused:
         read_adapter(artifact, sites_of(artifact), torch.float32, tp=2)
     assert "without --lora-sharding full" in str(refused.value)
     with pytest.raises(ScuteError, match="SC801"):

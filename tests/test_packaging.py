@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("passes", "formats", "runtime_min")
+ROOMS = ("passes", "formats", "runtime_min", "runtime_vllm")
 NOT_SHIPPED = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
 
 

@@ -1,0 +1,136 @@
+"""Requests as the engine's core admits them: an adapter is loaded before its first request is scheduled.
+
+Where vLLM loads an adapter in the middle of a step, a fault ends the engine. Here it ends the one request. The content
+of an artifact is part of the prefix cache's key, and content that changed under a loaded name is refused until it is
+loaded again: cached keys and values of the older one are never mixed with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from scute_compile.formats.artifact import MANIFEST, is_artifact, open_artifact
+
+logger = logging.getLogger("vllm.scute")
+LOADED = "scute_loaded"
+"""An attribute of the engine's core: digest by number of the adapters that were loaded; "" for stock ones."""
+DIGEST = "scute_digest"
+"""An attribute of a request."""
+_digests: dict[str, tuple[tuple[int, int], str]] = {}
+
+
+def digest_of(path: str) -> str:
+    """Return the content digest of an artifact on disk; "" for anything else.
+
+    A manifest is read again when its file changes.
+    """
+    folder = Path(path).expanduser()
+    if not is_artifact(folder):
+        return ""
+    stat = (folder / MANIFEST).stat()
+    identity = stat.st_ino, stat.st_ctime_ns
+    known = _digests.get(path)
+    if known is None or known[0] != identity:
+        known = identity, open_artifact(folder, verify_hashes=False).manifest.digest
+        _digests[path] = known
+    return known[1]
+
+
+def hash_keys(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """Return vLLM's `_gen_lora_extra_hash_keys(request)` with the artifact's digest in the key."""
+
+    @wraps(original)
+    def keys(request: Any) -> list[Any]:
+        found = original(request)
+        if not found:
+            return found
+        digest = getattr(request, DIGEST, None)
+        if digest is None:  # once per request: later blocks of it belong to the same content
+            digest = _digest_or_none(request.lora_request.lora_path)
+            setattr(request, DIGEST, digest)
+        return [*found, ("scute", digest, "")] if digest else found
+
+    return keys
+
+
+def _digest_or_none(path: str) -> str:
+    try:
+        return digest_of(path)
+    except Exception:  # noqa: BLE001 - loading it names the fault; this key is then never used
+        return ""
+
+
+def adding_lora(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Return `EngineCore.add_lora(lora_request)`, which remembers what was loaded.
+
+    An adapter in use is not replaced: the tokens of its requests so far came from the older content.
+    """
+
+    @wraps(original)
+    def add_lora(core: Any, request: Any) -> bool:
+        loaded: dict[int, str] = core.__dict__.setdefault(LOADED, {})
+        digest = digest_of(request.lora_path)
+        before = loaded.get(request.lora_int_id)
+        if request.load_inplace and before not in (None, digest) and (running := _requests(core, request.lora_int_id)):
+            raise ValueError(
+                f"adapter {request.lora_name!r}: {len(running)} requests still use the content that is to be replaced; "
+                "wait for them, or load the new content under another name"
+            )
+        result = original(core, request)
+        loaded[request.lora_int_id] = digest
+        return result
+
+    return add_lora
+
+
+def removing_lora(original: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
+    """Return `EngineCore.remove_lora(lora_id)`, which forgets what was loaded."""
+
+    @wraps(original)
+    def remove_lora(core: Any, lora_id: int) -> bool:
+        core.__dict__.setdefault(LOADED, {}).pop(lora_id, None)
+        return original(core, lora_id)
+
+    return remove_lora
+
+
+def adding_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `EngineCore.add_request(request, request_wave)`, which refuses a request whose adapter can't be served."""
+
+    @wraps(original)
+    def add_request(core: Any, request: Any, *args: Any, **named: Any) -> Any:
+        lora = request.lora_request
+        if lora is not None:
+            try:
+                _check(core, request, lora)
+            except Exception as error:
+                if not hasattr(core, "_send_abort_outputs_to_client"):  # the caller is in this process
+                    raise
+                logger.error("request %s was refused: %s", request.request_id, error)  # noqa: TRY400 - no traceback
+                core._send_abort_outputs_to_client([request.request_id], request.client_index)
+                return None
+        return original(core, request, *args, **named)
+
+    return add_request
+
+
+def _check(core: Any, request: Any, lora: Any) -> None:
+    loaded: dict[int, str] = core.__dict__.setdefault(LOADED, {})
+    if lora.lora_int_id not in loaded:
+        core.add_lora(lora)
+    digest = getattr(request, DIGEST, None)
+    now = digest_of(lora.lora_path) if digest is None else digest
+    if now != loaded[lora.lora_int_id]:
+        raise ValueError(
+            f"adapter {lora.lora_name!r}: another artifact lies at {lora.lora_path} than the one that was loaded; load "
+            "it again (load_inplace), or under another name"
+        )
+
+
+def _requests(core: Any, lora_id: int) -> list[Any]:
+    held = core.scheduler.requests.values()
+    return [one for one in held if one.lora_request is not None and one.lora_request.lora_int_id == lora_id]

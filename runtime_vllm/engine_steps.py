@@ -1,0 +1,128 @@
+"""Steps of an engine: each token's adapter, written where captured graphs and eager layers read it.
+
+Buffers and their capacities are fixed when the model is built. A step has one of two forms by its number of rows alone:
+few rows run the decode kernels, more the prefill kernels. So a graph that was captured for a number of rows finds its
+plan in the same place at every replay, whatever the mix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+from scute_compile.runtime_min.resident_pool import ResidentPool
+from scute_compile.runtime_min.residents import Lease
+from scute_compile.runtime_min.step_form import Features, features_of, fixed_features
+from scute_compile.runtime_min.step_plan import Capacity, StepBuffers, StepPlan, plan_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """How large an engine's steps may be."""
+
+    max_tokens: int
+    max_rows: int
+    """Most rows of the decode form."""
+    max_rank: int
+    pair_rank: int
+    rotations: bool
+
+
+class EngineSteps:
+    """The steps of one model on one rank.
+
+    Args:
+        pool: Its adapters.
+        limits: Sizes that every step keeps.
+    """
+
+    def __init__(self, pool: ResidentPool, limits: StepLimits) -> None:
+        self.pool, self.limits = pool, limits
+        self.slots = len(pool.memory.directory)
+        self.buffers = {
+            prefill: StepBuffers(_capacity(pool, limits, tokens), pool.device)
+            for prefill, tokens in ((False, limits.max_rows), (True, max(limits.max_tokens, limits.max_rows)))
+        }
+        self._plans: dict[bool, StepPlan | None] = {False: None, True: None}
+        self._tokens = 0
+        self._lease: Lease | None = None
+
+    def write(self, names: Sequence[str | None]) -> None:
+        """Give each row of the next steps an adapter of the pool; adapters are held until the next call.
+
+        Args:
+            names: The pool's name of each row's adapter; None for the base.
+
+        Raises:
+            ScuteError: SC804 when there are more rows than the buffers hold, SC802 and SC805 as `ResidentPool.acquire`.
+        """
+        if len(names) > self.buffers[True].capacity.tokens:
+            fail(
+                Code.SC804, where="a step", found=f"{len(names)} tokens",
+                expected=f"at most {self.buffers[True].capacity.tokens}, the engine's max_num_batched_tokens",
+                next="start the engine with a larger max_num_batched_tokens",
+            )  # fmt: skip
+        wanted = tuple(dict.fromkeys(name for name in names if name is not None))
+        lease = self.pool.acquire(wanted) if wanted else None
+        self.release()
+        self._lease = lease
+        slots: Mapping[str, int] = lease.slots if lease is not None else {}
+        rows = tuple(-1 if name is None else slots[name] for name in names)
+        self._tokens = len(rows)
+        self._plans = {False: None, True: None}
+        for prefill in (True,) if len(rows) > self.limits.max_rows else (False, True):
+            buffers = self.buffers[prefill]
+            plan = plan_step(rows, self.pool.facts, self.pool.pairs, buffers.capacity, prefill=prefill)
+            buffers.fill(plan)
+            self._plans[prefill] = plan
+
+    def release(self) -> None:
+        """Let go of the adapters of the steps so far, whose kernels were all given to the current stream."""
+        if self._lease is not None:
+            self.pool.release(self._lease)
+            self._lease = None
+
+    def adapted(self) -> bool:
+        """Whether any row of the current step has an adapter."""
+        return self._lease is not None
+
+    def form(self, rows: int) -> tuple[StepBuffers, Features]:
+        """Return the buffers and the features for a layer that is called with `rows` rows.
+
+        A call that is being captured gets the features that every later step of so many rows may need.
+
+        Raises:
+            ScuteError: SC703 when the step was written for more rows than the layer sees.
+        """
+        prefill = rows > self.limits.max_rows
+        buffers, plan = self.buffers[prefill], self._plans[prefill]
+        if plan is None or self._tokens > rows:
+            fail(
+                Code.SC703, where="a step", found=f"a layer with {rows} rows in a step of {self._tokens}",
+                expected="layers that see every token of the step",
+                next="report the model; adapters can't be served on it this way",
+            )  # fmt: skip
+        if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            capacity = dataclasses.replace(
+                buffers.capacity,
+                tokens=rows,
+                ranks=buffers.capacity.ranks // buffers.capacity.tokens * rows,
+                rotated=rows if self.limits.rotations else 0,
+            )
+            return buffers, fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True)
+        return buffers, features_of(plan, whole_granules=True)
+
+
+def _capacity(pool: ResidentPool, limits: StepLimits, tokens: int) -> Capacity:
+    return Capacity(
+        tokens=tokens,
+        ranks=tokens * max(limits.max_rank, limits.pair_rank),
+        pairs=len(pool.pairs),
+        pair_ranks=limits.pair_rank,
+        rotated=tokens if limits.rotations else 0,
+    )

@@ -1,0 +1,145 @@
+"""From a path in a request to an adapter that vLLM can register: artifacts, stock folders, folders to compile."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.utils import get_adapter_absolute_path
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import ScuteError, fail
+from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
+from scute_compile.formats.artifact_tensors import TORCH_DTYPES
+from scute_compile.runtime_min.image import AdapterImage, FactorImage
+from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
+from scute_compile.runtime_min.record import SiteSlot
+from scute_compile.runtime_vllm.adapter_slots import AdapterSlots
+from scute_compile.runtime_vllm.compile_on_load import compile_folder
+from scute_compile.runtime_vllm.load_checks import check_fits, check_limits, check_slots, refuse_engine
+
+logger = logging.getLogger("vllm.scute")
+Load = Callable[[Any, Any], Any]
+
+
+def loading(original: Load) -> Load:
+    """Return vLLM's `_load_adapter` with artifacts, and with stock LoRA kept in float32 until its scale is folded.
+
+    Args:
+        original: `WorkerLoRAManager._load_adapter(self, lora_request) -> LoRAModel`.
+    """
+
+    @wraps(original)
+    def load(worker: Any, request: Any) -> Any:
+        slots = worker._adapter_manager
+        if not isinstance(slots, AdapterSlots):
+            return original(worker, request)
+        try:
+            return _load(original, worker, slots, request)
+        except ScuteError as error:
+            raise ValueError(f"adapter {request.lora_name!r}: {error}") from None
+
+    return load
+
+
+def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any:
+    path = Path(get_adapter_absolute_path(request.lora_path))
+    if is_artifact(path):
+        return _from_artifact(slots, request, open_artifact(path))
+    try:
+        return _stock(original, worker, slots, request)
+    except (ValueError, NotImplementedError) as error:
+        if not (path / "adapter_config.json").is_file():
+            raise
+        if not slots.options.compile_folders:
+            raise ValueError(
+                f"{error} Scute can compile such adapters: run `scute compile {path} --base "
+                f"{slots.base.source} --tp {slots.tp}` and pass the artifact, or start the engine with "
+                "SCUTE_VLLM_COMPILE=1."
+            ) from error
+        logger.info("scute: vLLM refuses %s (%s); compiling it", path, error)
+        compiled = compile_folder(path, slots.base, tp=slots.tp, dtype=slots.pool.dtype, store=slots.options.store)
+        return _from_artifact(slots, request, compiled)
+
+
+def _stock(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any:
+    if slots.options.stock_kernels:
+        return original(worker, request)
+    config = worker.lora_config
+    wide = copy.copy(config)
+    wide.lora_dtype = torch.float32  # B keeps its digits until its scale is folded
+    worker.lora_config = wide
+    try:
+        return original(worker, request)
+    finally:
+        worker.lora_config = config
+
+
+def _from_artifact(slots: AdapterSlots, request: Any, artifact: Artifact) -> LoRAModel:
+    _check_engine(slots, request)
+    _check_same(slots, request, artifact)
+    slots.base.check(artifact)
+    image = read_image(slots, artifact, request.lora_name)
+    check_limits(image, slots.options, max_rank=slots.lora_config.max_lora_rank, device=slots.pool.device)
+    check_slots(image, slots.modules_by_site, tuple(site.name for site in slots.sites))
+    check_fits(image, slots.pool, slots.lora_slots, images=slots.images(without=request.lora_int_id))
+    model = LoRAModel(request.lora_int_id, max(1, image.own_rank), {})
+    model.scute_image = image
+    slots.digests[request.lora_int_id] = artifact.manifest.digest
+    return model
+
+
+def read_image(slots: AdapterSlots, artifact: Artifact, name: str) -> AdapterImage:
+    """Return this rank's part of an artifact, for the engine's layers. Raises what `read_adapter` raises."""
+    factors: dict[str, FactorImage] = {
+        factor.key: factor for image in slots.images().values() for factor in image.factors
+    }
+    stored, dtype = TORCH_DTYPES[artifact.manifest.dtype], slots.pool.dtype
+    exact = torch.promote_types(stored, dtype) is dtype  # a wider dtype holds every value
+    return read_adapter(
+        artifact, _named_as_in(artifact, slots), dtype, name=name, tp=slots.tp, rank=slots.rank,
+        factors=factors, convert=exact, pin=slots.pool.memory.pin,
+    )  # fmt: skip
+
+
+def _named_as_in(artifact: Artifact, slots: AdapterSlots) -> list[SiteSlot]:
+    """Return the engine's sites under the artifact's names, by vLLM's own renaming of checkpoints where it has one."""
+    mapper: Any = getattr(slots.model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+        rename = mapper.map_name if hasattr(mapper, "map_name") else mapper._map_name
+        renamed = {str(rename(f"{name}.weight")).removesuffix(".weight"): name for name in artifact.sites}
+        if renamed.keys() <= {site.name for site in slots.sites}:
+            return [replace(site, name=renamed.get(site.name, site.name)) for site in slots.sites]
+    return named_as_in(artifact, slots.sites)
+
+
+def _check_engine(slots: AdapterSlots, request: Any) -> None:
+    if slots.lora_config.fully_sharded_loras:
+        refuse_engine(
+            request.lora_name, "an engine with fully_sharded_loras", "start the engine without --fully-sharded-loras"
+        )
+    if getattr(slots.lora_config, "enable_tower_connector_lora", False):
+        refuse_engine(
+            request.lora_name, "an engine with LoRA in the vision tower",
+            "start the engine without enable_tower_connector_lora",
+        )  # fmt: skip
+
+
+def _check_same(slots: AdapterSlots, request: Any, artifact: Artifact) -> None:
+    """Refuse content that changed on disk since this adapter was first loaded, unless it is to be replaced."""
+    before = slots.digests.get(request.lora_int_id)
+    now = artifact.manifest.digest
+    if before not in (None, now) and not request.load_inplace:
+        fail(
+            Code.SC603, where=str(artifact.path), found=f"an artifact of digest {now[:12]}",
+            expected=f"{before[:12] if before else ''}, which was loaded under this name first",
+            next="load it again with load_inplace, or under a new name; the older one is no longer on disk",
+        )  # fmt: skip
