@@ -10,32 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from scute_compile.codes import Code
-from scute_compile.cuts import cut
 from scute_compile.diagnostics import fail
-from scute_compile.expressions import Ref, Source
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.manifest import SiteRecord
-from scute_compile.model import Linear, ModelStructure, Split
 from scute_compile.rooting import Unrooted, reroot
-from scute_compile.runtime_min.adapted_model import linear_layers
+from scute_compile.runtime_min.rank_cut import cut_layers, put_layers
 from scute_compile.runtime_min.rank_group import RankGroup, Traffic
-from scute_compile.runtime_min.rank_linear import LayerCut, RankLinear, RankStep
-from scute_compile.runtime_min.site_slots import load_rank_sites, take
-from scute_compile.structure import build_structure
-
-LOCAL_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2"})
-"""Architectures whose attention runs on whatever heads the projections give it. Others get whole activations."""
-_INPUTS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
-    {"o_proj": (("q_proj", "k_proj", "v_proj"),), "down_proj": (("gate_proj", "up_proj"), ("gate_up_proj",))}
-)
-"""Row-parallel layers by name, and the column-parallel ones of the same block that lead to them alone."""
+from scute_compile.runtime_min.rank_linear import RankLinear, RankStep
+from scute_compile.runtime_min.site_slots import load_rank_sites
 
 
 class RankModel:
@@ -66,7 +54,11 @@ class RankModel:
         self._factors: dict[str, torch.Tensor] = {}
         self._device = next(model.parameters()).device
         self._loaded: set[str] = set()
-        self.layers = _cut_layers(model, self.ranks, self._step, reduce_dtype)
+        cuts = cut_layers(model, self.ranks.rank, self.ranks.size)
+        self.layers = {
+            name: RankLinear(layer, self.ranks, self._step, reduce_dtype=reduce_dtype) for name, layer in cuts.items()
+        }
+        put_layers(model, cuts, self.layers)
 
     @property
     def traffic(self) -> Traffic:
@@ -125,75 +117,6 @@ class RankModel:
             fail(Code.SC802, where="adapter_ids", found=", ".join(f"`{name}`" for name in unknown),
                  expected=f"{len(self._loaded)} loaded adapters, or None for the base",
                  next="load the adapter on every rank first")  # fmt: skip
-
-
-def structure_of(model: torch.nn.Module) -> ModelStructure:
-    """Return the structure of a loaded transformers model: what `open_model` gives for its folder."""
-    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-    tensors = {
-        name: Ref(Source.BASE, name, tuple(value.shape), names.get(value.dtype, "F32"))
-        for name, value in model.named_parameters()
-    }
-    config: Any = model.config
-    return build_structure(config.to_dict(), tensors)
-
-
-def _cut_layers(
-    model: torch.nn.Module, ranks: RankGroup, step: RankStep, reduce_dtype: torch.dtype | None
-) -> Mapping[str, RankLinear]:
-    structure, plain = structure_of(model), linear_layers(model)
-    linears = {name: linear for name, linear in structure.linears.items() if name in plain}
-    local = _local(structure.model_type, linears)
-    layers = {}
-    for name, linear in linears.items():
-        layers[name] = _cut_layer(plain[name], linear, ranks, step, local=name in local, reduce_dtype=reduce_dtype)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, layers[name])
-    for name in linears:
-        parent, _, last = name.rpartition(".")
-        if last == "q_proj" and name in local:  # its heads are grouped by the key and value heads of this rank
-            held = [layers[f"{parent}.{x}"].weight.shape[0] for x in ("q_proj", "k_proj")]
-            attention: Any = model.get_submodule(parent)
-            attention.num_key_value_groups = held[0] // held[1]
-    return layers
-
-
-def _cut_layer(
-    plain: torch.nn.Module, linear: Linear, ranks: RankGroup, step: RankStep, *, local: bool,
-    reduce_dtype: torch.dtype | None,
-) -> RankLinear:  # fmt: skip
-    whole = ranks.size > 1 and linear.split is Split.UNKNOWN
-    split = Split.REPLICATED if whole or ranks.size == 1 else linear.split
-    held = cut(linear, 1 if whole else ranks.size)
-    inputs, outputs = (axis * ranks.size if whole else axis for axis in (held.inputs, held.outputs))
-    weight, bias = plain.weight, plain.bias
-    assert isinstance(weight, torch.Tensor)  # noqa: S101 - narrows the type of a module's attribute
-    assert bias is None or isinstance(bias, torch.Tensor)  # noqa: S101 - likewise
-    weight_NK = weight.detach() if isinstance(plain, torch.nn.Linear) else weight.detach().T
-    part = take(take(weight_NK, 0, outputs[ranks.rank]), 1, inputs[ranks.rank])
-    if part.numel() < weight_NK.numel():
-        part = part.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
-    adds = bias is not None and (split is not Split.ROW or ranks.rank == 0)
-    layer_cut = LayerCut(
-        split=split, inputs=inputs, outputs=outputs, out_features=linear.out_features, arrives_cut=local,
-        leaves_cut=local,
-    )  # fmt: skip
-    bias_N = take(bias.detach(), 0, outputs[ranks.rank]).clone() if adds and bias is not None else None
-    return RankLinear(part, bias_N, layer_cut, ranks, step, reduce_dtype=reduce_dtype)
-
-
-def _local(model_type: str, linears: Mapping[str, Linear]) -> frozenset[str]:
-    """Return the layers between which activations stay cut: column layers whose outputs only their row layer reads."""
-    found: set[str] = set()
-    for name, linear in linears.items():
-        parent, _, last = name.rpartition(".")
-        if linear.split is not Split.ROW or (last == "o_proj" and model_type not in LOCAL_HEADS):
-            continue
-        for group in _INPUTS.get(last, ()):
-            members = [f"{parent}.{member}" for member in group]
-            if all(member in linears and linears[member].split is Split.COLUMN for member in members):
-                found |= {name, *members}
-    return frozenset(found)
 
 
 def _layers_of(artifact: Artifact, layers: Mapping[str, RankLinear]) -> Mapping[str, str]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from scute_compile.expressions import Ranges, width
+from scute_compile.expressions import width
 from scute_compile.model import Split
+from scute_compile.runtime_min.rank_cut import CutLayer, join_outputs
 from scute_compile.runtime_min.rank_group import Purpose, RankGroup
 from scute_compile.runtime_min.reference import apply_site, rotate, wide
 from scute_compile.runtime_min.sharded_terms import ShardedTerm, add_part, shrink_part
@@ -44,48 +45,23 @@ class RankStep:
         return self._places[key]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCut:
-    """How the ranks share one layer, as one of them sees it."""
-
-    split: Split
-    inputs: tuple[Ranges, ...]
-    """Of every rank."""
-    outputs: tuple[Ranges, ...]
-    out_features: int
-    """Of the whole layer."""
-    arrives_cut: bool
-    """Row-parallel: whether the input is this rank's part already."""
-    leaves_cut: bool
-    """Column-parallel: whether the next layer wants this rank's part alone."""
-
-
 class RankLinear(torch.nn.Module):
     """Stands in the place of a linear layer and holds one rank's part of its weight.
 
     Args:
-        weight_NK: The rank's part `(out, in)`.
-        bias_N: The rank's part of the bias, on ranks that add it.
-        cut: What the ranks hold.
+        layer: The rank's part of the base.
         ranks: The ranks together.
         step: What all layers read.
         reduce_dtype: In which partial sums are added up; None: float32 or wider.
     """
 
     def __init__(
-        self,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
-        cut: LayerCut,
-        ranks: RankGroup,
-        step: RankStep,
-        *,
-        reduce_dtype: torch.dtype | None = None,
+        self, layer: CutLayer, ranks: RankGroup, step: RankStep, *, reduce_dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(weight_NK, requires_grad=False)
-        self.bias = None if bias_N is None else torch.nn.Parameter(bias_N, requires_grad=False)
-        self.cut, self.ranks, self.step, self.reduce_dtype = cut, ranks, step, reduce_dtype
+        self.weight = torch.nn.Parameter(layer.weight, requires_grad=False)
+        self.bias = None if layer.bias is None else torch.nn.Parameter(layer.bias, requires_grad=False)
+        self.cut, self.ranks, self.step, self.reduce_dtype = layer.cut, ranks, step, reduce_dtype
         self.sites: dict[str, RankSite] = {}
         """What the rank holds of each adapter at this layer."""
 
@@ -100,7 +76,8 @@ class RankLinear(torch.nn.Module):
             dtype = wide(out) if self.reduce_dtype is None else self.reduce_dtype
             return self.ranks.add_up(out.to(dtype), Purpose.BASE).to(x.dtype)
         out = out.to(x.dtype)
-        return self._whole(out) if cut.split is Split.COLUMN and not cut.leaves_cut else out
+        whole = cut.split is not Split.COLUMN or cut.leaves_cut
+        return out if whole else join_outputs(self.ranks.gather(out, Purpose.OUTPUTS), cut)
 
     def _adapted(self, x: torch.Tensor, y: torch.Tensor, touched: Sequence[str]) -> torch.Tensor:
         """Return what this rank computes for all rows, in the wide dtype."""
@@ -153,17 +130,6 @@ class RankLinear(torch.nn.Module):
         return [
             torch.cat([cuts[rank][i].view(shape[rank]) for rank in ranks], -1) for i, shape in enumerate(shapes)
         ]  # fmt: skip
-
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather the ranks' outputs; where several hold copies, the first one's are taken."""
-        every = self.ranks.gather(part, Purpose.OUTPUTS)
-        out = part.new_empty((*part.shape[:-1], self.cut.out_features))
-        for rank in reversed(range(self.ranks.size)):
-            position = 0
-            for start, stop in self.cut.outputs[rank]:
-                out[..., start:stop] = every[rank][..., position : position + stop - start]
-                position += stop - start
-        return out
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
