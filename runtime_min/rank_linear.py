@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
 from scute_compile.expressions import width
 from scute_compile.model import Split
 from scute_compile.runtime_min.rank_cut import CutLayer, join_outputs
@@ -37,6 +39,9 @@ class RankStep:
 
     def places(self, adapter: str, length: int, device: torch.device) -> torch.Tensor:
         """Return which entries of a first dimension of `length` belong to an adapter; it may hold several per row."""
+        if length % len(self.rows):
+            fail(Code.SC703, where="adapter_ids", found=f"{len(self.rows)} adapter ids for {length} rows",
+                 expected="one id per row of the batch", next="pass None for rows that the base serves alone")  # fmt: skip
         key = (adapter, length)
         if key not in self._places:
             each = length // len(self.rows)

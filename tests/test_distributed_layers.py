@@ -220,6 +220,8 @@ def test_one_rank_needs_no_process_group(model: RankModel, pair: Pair, tmp_path:
 def test_artifacts_that_do_not_fit_are_refused(model: RankModel, pair: Pair, tmp_path: Path) -> None:
     adapter, where = pair("lora", "llama")
     model.load("one", compiled(adapter, where, tmp_path / "one"))
+    with pytest.raises(ScuteError, match="3 adapter ids for 4 rows"):
+        model(input_ids=ids_of(4, 5), adapter_ids=["one", None, None])
     with pytest.raises(ScuteError, match="SC806"):
         model.load("one", tmp_path / "one" / "lora")
     with pytest.raises(ScuteError, match="SC801"):
