@@ -40,8 +40,10 @@ class RankStep:
     def places(self, adapter: str, length: int, device: torch.device) -> torch.Tensor:
         """Return which entries of a first dimension of `length` belong to an adapter; it may hold several per row."""
         if length % len(self.rows):
-            fail(Code.SC703, where="adapter_ids", found=f"{len(self.rows)} adapter ids for {length} rows",
-                 expected="one id per row of the batch", next="pass None for rows that the base serves alone")  # fmt: skip
+            fail(
+                Code.SC703, where="adapter_ids", found=f"{len(self.rows)} adapter ids for {length} rows",
+                expected="one id per row of the batch", next="pass None for rows that the base serves alone",
+            )  # fmt: skip
         key = (adapter, length)
         if key not in self._places:
             each = length // len(self.rows)
