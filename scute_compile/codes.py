@@ -214,6 +214,11 @@ class Code(Enum):
         "the engine can't serve the adapter",
         "A rank, a slot or a layer is beyond what the serving engine was started with, or beyond what its layers do.",
     )
+    SC812 = (
+        "the runtime doesn't serve fully sharded terms",
+        "With `--lora-sharding full` a rank holds a part of both factors, so that ranks must exchange what stands "
+        "between them; a runtime that doesn't would add a part of the adapter and call it all.",
+    )
 
     @property
     def title(self) -> str:
