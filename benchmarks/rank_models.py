@@ -24,8 +24,6 @@ from scute_compile.target import DType, LoraSharding, Target
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 NINE = ("lora-a", "lora-b", "dora", "rsdora", "ia3", "vera-a", "vera-b", "oft-a", "oft-b")
-POOLED = ("vera-v",)
-"""Beside the nine, for step times: on one kind of site, because pools on several ranks take one window per pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +93,6 @@ def _configs(shapes: Shapes) -> Mapping[str, Callable[[], object]]:
         "vera-b": vera("q_proj", "v_proj", "down_proj"),
         "oft-a": oft(shapes.block),
         "oft-b": oft(shapes.block // 2),
-        "vera-v": vera("v_proj"),
         "attention": lora(lora_alpha=shapes.rank, target_modules=ATTENTION),
     }
 

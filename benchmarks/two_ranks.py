@@ -40,7 +40,7 @@ from scute_compile.runtime_min.site_slots import take
 from scute_compile.runtime_min.verification import load_model
 from scute_compile.target import LoraSharding
 
-FIVE = ("lora-a", "dora", "ia3", "vera-v", "oft-a")
+FIVE = ("lora-a", "dora", "ia3", "vera-a", "oft-a")
 CUDA = torch.cuda.is_available()
 
 
