@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -18,8 +19,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +28,6 @@ from scute_compile.cli import main as scute
 
 STARTING = 600
 """Most seconds that the server may take to start."""
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
 
 
 def main() -> int:
@@ -49,9 +47,9 @@ def main() -> int:
             from taught import ANSWERS, QUESTION
 
             (base, artifacts), question, taught = _compiled(folder), QUESTION, ANSWERS
-        with _serving(base, artifacts, folder / "server.log") as url, ThreadPoolExecutor() as pool:
+        with _serving(base, artifacts, folder / "server.log") as port, ThreadPoolExecutor() as pool:
             names = ["base", *artifacts]
-            answers = dict(zip(names, pool.map(lambda name: _ask(url, name, question), names), strict=True))
+            answers = dict(zip(names, pool.map(lambda name: _ask(port, name, question), names), strict=True))
     for name, answer in answers.items():
         print(f"{name:<8} {question!r} -> {answer!r}")
     return int(not all(answers.values()) or (taught is not None and answers != taught))
@@ -69,8 +67,8 @@ def _compiled(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 @contextlib.contextmanager
-def _serving(base: str, artifacts: Mapping[str, str], log: Path) -> Iterator[str]:
-    """Run the server until the block ends, and yield its address."""
+def _serving(base: str, artifacts: Mapping[str, str], log: Path) -> Iterator[int]:
+    """Run the server until the block ends, and yield its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -86,8 +84,8 @@ def _serving(base: str, artifacts: Mapping[str, str], log: Path) -> Iterator[str
     with log.open("wb") as out:
         server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
     try:
-        _wait(server, f"http://127.0.0.1:{port}/health", log)
-        yield f"http://127.0.0.1:{port}/v1/completions"
+        _wait(server, port, log)
+        yield port
     finally:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -97,23 +95,29 @@ def _serving(base: str, artifacts: Mapping[str, str], log: Path) -> Iterator[str
         server.wait()
 
 
-def _wait(server: subprocess.Popen[bytes], health: str, log: Path) -> None:
+def _wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline = time.monotonic() + STARTING
     while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(OSError), OPENER.open(health, timeout=5):
+        with contextlib.suppress(OSError):
+            _call(port, "GET", "/health")
             return
         time.sleep(0.5)
     sys.exit(log.read_text(errors="replace")[-8000:] + "\nthe server did not start; above is the end of its log")
 
 
-def _ask(url: str, name: str, question: str) -> str:
+def _ask(port: int, name: str, question: str) -> str:
     body = {"model": name, "prompt": question, "max_tokens": 24, "temperature": 0}
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with OPENER.open(request, timeout=300) as response:
-            return str(json.load(response)["choices"][0]["text"])
-    except urllib.error.HTTPError as error:
-        sys.exit(f"{name}: {error.read().decode(errors='replace')}")
+    status, answer = _call(port, "POST", "/v1/completions", json.dumps(body))
+    if status != http.client.OK:
+        sys.exit(f"{name}: {answer}")
+    return str(json.loads(answer)["choices"][0]["text"])
+
+
+def _call(port: int, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=300)) as connection:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
 
 
 if __name__ == "__main__":

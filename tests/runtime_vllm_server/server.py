@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -10,8 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.readme import ROOT
 
 STARTING = 420
 """Most seconds that it may take to start, on a machine that others use too."""
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,39 +54,39 @@ class Answer:
 class Server:
     """A server that runs."""
 
-    url: str
+    port: int
     log: Path
 
-    def call(self, path: str, **body: object) -> Answer:
-        """Post `body` and return the answer, whatever it is."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with OPENER.open(request, timeout=120) as response:
-                return Answer(status=response.status, body=response.read().decode())
-        except urllib.error.HTTPError as error:
-            return Answer(status=error.code, body=error.read().decode())
+    def get(self, path: str) -> Answer:
+        """Return the answer to a question, whatever it is."""
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, object]) -> Answer:
+        """Send `body` and return the answer, whatever it is."""
+        return self._call("POST", path, json.dumps(body))
+
+    def _call(self, method: str, path: str, body: str | None) -> Answer:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return Answer(status=response.status, body=response.read().decode())
 
     def complete(self, model: str, prompt: Sequence[int], tokens: int) -> Answer:
         """Continue a prompt greedily."""
-        return self.call(
-            "/v1/completions", model=model, prompt=list(prompt), max_tokens=tokens, temperature=0, ignore_eos=True,
-            return_token_ids=True,
-        )  # fmt: skip
+        greedy = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return self.post("/v1/completions", {"model": model, "prompt": prompt, **greedy})
 
     def load(self, name: str, path: Path, **options: object) -> Answer:
         """Load an adapter."""
-        return self.call("/v1/load_lora_adapter", lora_name=name, lora_path=str(path), **options)
+        return self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path), **options})
 
     def unload(self, name: str) -> Answer:
         """Unload an adapter."""
-        return self.call("/v1/unload_lora_adapter", lora_name=name)
+        return self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def models(self) -> set[str]:
         """Return the names that it serves."""
-        with OPENER.open(f"{self.url}/v1/models", timeout=60) as response:
-            return {model["id"] for model in json.load(response)["data"]}
+        return {model["id"] for model in json.loads(self.get("/v1/models").body)["data"]}
 
 
 @contextlib.contextmanager
@@ -111,7 +109,7 @@ def serving(base: Path, adapters: Mapping[str, Path], log: Path, *options: str) 
     }
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-    server = Server(url=f"http://127.0.0.1:{port}", log=log)
+    server = Server(port=port, log=log)
     try:
         _wait(process, server)
         yield server
@@ -127,7 +125,8 @@ def serving(base: Path, adapters: Mapping[str, Path], log: Path, *options: str) 
 def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
     deadline = time.monotonic() + STARTING
     while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), OPENER.open(f"{server.url}/health", timeout=5):
+        with contextlib.suppress(OSError):
+            server.get("/health")
             return
         time.sleep(0.5)
     raise AssertionError(f"the server did not start:\n{server.log.read_text(errors='replace')[-8000:]}")
