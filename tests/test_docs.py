@@ -67,6 +67,26 @@ def test_the_front_end_page_explains_every_field() -> None:
     assert explained == set(FrontEnd.__dataclass_fields__)
 
 
+def test_the_serving_page_has_every_setting_of_the_plugin() -> None:
+    explained = [row.split("`")[1] for row in rows(read("docs/serving.md"), "| variable | default | meaning |")]
+    assert len(explained) == len(set(explained))
+    assert set(explained) == set(re.findall(r"`(SCUTE_VLLM_\w+)`", read("runtime_vllm/options.py")))
+
+
+def test_the_serving_page_quotes_what_is_said() -> None:
+    source = "".join(
+        path.read_text(encoding="utf-8") for room in ("runtime_vllm", "runtime_min", "formats", "scute_compile")
+        for path in sorted((ROOT / room).glob("*.py"))
+    )  # fmt: skip
+    quoted = [
+        text
+        for row in rows(read("docs/serving.md"), "| refused | code | text |")
+        for text in re.findall(r"`([^`]+)`", row.split("|")[3])
+    ]
+    assert len(quoted) >= 19
+    assert [text for text in quoted if text not in source] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_and_named_files_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -1,0 +1,39 @@
+"""The example runs with one command: it serves what it taught, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.readme import ROOT
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in an environment of its own")
+
+
+def test_the_example_prints_the_answer_of_every_adapter_and_leaves_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("x")  # short, as names of sockets are
+    places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "vllm" / "serve.py"], env=os.environ | places, capture_output=True,
+        text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
+    assert done.stdout.endswith(shown)
+    assert not list(folder.glob("scute-vllm-*"))
+    running = [one for one in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in _read(one)]
+    assert not running
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # it ended in between
+        return b""
