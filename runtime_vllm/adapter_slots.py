@@ -65,6 +65,7 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         )  # fmt: skip
         self.steps = EngineSteps(self.pool, limits)
         self._attach()
+        logger.info("%s", pool_report(self))
 
     @property
     def modules_by_site(self) -> Mapping[str, Module]:
@@ -184,7 +185,7 @@ def _decode_rows(vllm_config: Any) -> int:
 
 
 def pool_report(slots: AdapterSlots) -> str:
-    """Return one line on what the pool holds, for the engine's log."""
+    """Return one line on what the pool has room for, for the engine's log."""
     stats = slots.pool.stats()
     return (
         f"scute: {stats.pages.total * PAGE_BYTES >> 20} MiB for up to {slots.lora_slots} adapters at once over "

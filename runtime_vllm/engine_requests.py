@@ -13,6 +13,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from scute_compile.formats.artifact import MANIFEST, is_artifact, open_artifact
 
 logger = logging.getLogger("vllm.scute")
@@ -103,32 +105,60 @@ def adding_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def add_request(core: Any, request: Any, *args: Any, **named: Any) -> Any:
-        lora = request.lora_request
-        if lora is not None:
+        if request.lora_request is not None:
             try:
-                _check(core, request, lora)
+                _ensure(core, request)
             except Exception as error:
                 if not hasattr(core, "_send_abort_outputs_to_client"):  # the caller is in this process
                     raise
                 logger.error("request %s was refused: %s", request.request_id, error)  # noqa: TRY400 - no traceback
-                core._send_abort_outputs_to_client([request.request_id], request.client_index)
+                older = core._send_abort_outputs_to_client
+                getattr(core, "_send_error_outputs_to_client", older)([request.request_id], request.client_index)
                 return None
         return original(core, request, *args, **named)
 
     return add_request
 
 
-def _check(core: Any, request: Any, lora: Any) -> None:
+def _ensure(core: Any, request: Any) -> None:
+    """Load a request's adapter where the workers may not have it, and let its steps take it as it is from then on."""
+    lora = request.lora_request
     loaded: dict[int, str] = core.__dict__.setdefault(LOADED, {})
-    if lora.lora_int_id not in loaded:
+    known, now = loaded.get(lora.lora_int_id), _digest_of(request)
+    if known is None or len(loaded) > core.vllm_config.lora_config.max_cpu_loras or _reloads(lora, known, now):
         core.add_lora(lora)
-    digest = getattr(request, DIGEST, None)
-    now = digest_of(lora.lora_path) if digest is None else digest
-    if now != loaded[lora.lora_int_id]:
+    if loaded[lora.lora_int_id] != now:
+        lies = f"another artifact lies at {lora.lora_path} than" if now else f"{lora.lora_path} no longer holds"
         raise ValueError(
-            f"adapter {lora.lora_name!r}: another artifact lies at {lora.lora_path} than the one that was loaded; load "
-            "it again (load_inplace), or under another name"
+            f"adapter {lora.lora_name!r}: {lies} the artifact that was loaded; load it again (load_inplace), or under "
+            "another name"
         )
+    if lora.load_inplace:  # done: steps would read it again, whatever lies there by then
+        request.lora_request = replace(lora, load_inplace=False)
+
+
+def _reloads(lora: Any, known: str, now: str) -> bool:
+    """Return whether a request asks for a reload that changes something; of stock folders nothing is known."""
+    return bool(lora.load_inplace) and (known != now or not now)
+
+
+def _digest_of(request: Any) -> str:
+    digest: str | None = getattr(request, DIGEST, None)
+    return digest_of(request.lora_request.lora_path) if digest is None else digest
+
+
+def answering(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the server's `load_lora_adapter`, which says that an adapter was refused for its own sake: status 400."""
+
+    @wraps(original)
+    async def load_lora_adapter(models: Any, *args: Any, **named: Any) -> Any:
+        answer = await original(models, *args, **named)
+        error = getattr(answer, "error", None)
+        if error is not None and "error[SC" in str(error.message):
+            error.code, error.type = 400, "BadRequestError"
+        return answer
+
+    return load_lora_adapter
 
 
 def _requests(core: Any, lora_id: int) -> list[Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from scute_compile.diagnostics import ScuteError
 
 logger = logging.getLogger("vllm.scute")
-TESTED = ("0.26.0", "0.32.0")
+TESTED = ("0.32.0",)
 """Versions of vLLM that the tests ran against; the hooks had the same signatures in all from 0.20 to 0.33."""
 _registered = False
 
@@ -91,5 +92,15 @@ def _install() -> None:
     EngineCore.add_lora = engine_requests.adding_lora(EngineCore.add_lora)
     EngineCore.remove_lora = engine_requests.removing_lora(EngineCore.remove_lora)
     EngineCore.add_request = engine_requests.adding_request(EngineCore.add_request)
+    _install_in_server(engine_requests.answering)
     if guard(lora_ops):
         logger.info("scute: guarded vLLM's CPU operations for LoRA, which give base rows an adapter")
+
+
+def _install_in_server(answering: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let the OpenAI-compatible server name an adapter's own fault as such, where this vLLM has that server."""
+    try:
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    except ImportError:
+        return
+    OpenAIServingModels.load_lora_adapter = answering(OpenAIServingModels.load_lora_adapter)

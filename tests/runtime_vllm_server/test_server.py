@@ -146,8 +146,8 @@ def test_a_request_whose_artifact_is_gone_ends_alone(
     assert server.complete("short-lived", PROMPTS[0], TOKENS).tokens == expected["dora"][0]
     shutil.rmtree(scratch)
     answer = server.complete("short-lived", PROMPTS[0], TOKENS)
-    assert answer.status != 200 or (answer.choice["finish_reason"] == "abort" and not answer.tokens)
-    assert "request" in server.log.read_text()
+    assert answer.status >= 500
+    assert "no longer holds the artifact that was loaded" in server.log.read_text()
     assert server.unload("short-lived").status == 200
     assert _all(server, ("base", "ia3")) == {name: expected[name] for name in ("base", "ia3")}
 
@@ -160,14 +160,13 @@ def test_new_content_under_a_loaded_name_answers_after_it_is_loaded_in_place(
     shutil.rmtree(scratch)
     shutil.copytree(adapters["ia3"].artifact, scratch)  # the same prompts, of which the older keys and values are kept
     refused = server.complete("tenant", PROMPTS[0], TOKENS)
-    assert refused.status != 200 or not refused.tokens
+    assert refused.status >= 500
     assert server.load("tenant", scratch).status == 400
     assert server.load("tenant", scratch, load_inplace=True).status == 200
     assert _all(server, ("tenant", "dora")) == {"tenant": expected["ia3"], "dora": expected["dora"]}
     assert server.unload("tenant").status == 200
 
 
-@pytest.mark.xfail(strict=True, reason="what was loaded in place is read from disk again at every step")
 def test_what_was_loaded_in_place_is_not_read_again_for_its_requests(
     server: Server, scratch: Path, expected: dict[str, list[list[int]]]
 ) -> None:
@@ -178,7 +177,6 @@ def test_what_was_loaded_in_place_is_not_read_again_for_its_requests(
     assert _all(server, ("base", "ia3")) == {name: expected[name] for name in ("base", "ia3")}
 
 
-@pytest.mark.xfail(strict=True, reason="what was evicted is read from disk again in the middle of a step")
 def test_a_request_whose_artifact_was_damaged_after_its_eviction_ends_alone(
     server: Server, scratch: Path, adapters: dict[str, Compiled], expected: dict[str, list[list[int]]]
 ) -> None:
@@ -187,5 +185,6 @@ def test_a_request_whose_artifact_was_damaged_after_its_eviction_ends_alone(
     for number in range(IN_MEMORY):
         assert server.load(f"newer-{number}", adapters["ia3"].artifact).status == 200
     answer = server.complete("evicted", PROMPTS[0], TOKENS)
-    assert answer.status != 200 or not answer.tokens
+    assert answer.status >= 500
+    assert "SC603" in server.log.read_text()
     assert _all(server, ("base", "ia3")) == {name: expected[name] for name in ("base", "ia3")}
