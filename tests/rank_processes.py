@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.spawn import start_processes
 
 PRELOADED = ["scute_compile.runtime_min.distributed_layers", "transformers", "transformers.models.llama.modeling_llama"]
+ROOT = str(Path(__file__).parent.parent)
 Answer = dict[str, torch.Tensor]
 Work = Callable[..., Answer]
 
@@ -23,6 +25,8 @@ def on_ranks(count: int, work: Work, *arguments: object) -> list[Answer]:
 
     `work` must be importable. The processes meet in a file, so that no port is taken.
     """
+    if ROOT not in sys.path:  # ranks take the path from here; `python -m pytest` has the root on it, `pytest` has not
+        sys.path.append(ROOT)
     with TemporaryDirectory() as name:
         folder = Path(name)
         # a server that has imported what ranks need once, and forks them before it has threads
