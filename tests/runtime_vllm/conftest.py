@@ -1,0 +1,45 @@
+"""Bases and adapters that the tests of the plugin share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.runtime_vllm.tenants import Tenants
+
+SMOLLM2 = "SCUTE_TEST_SMOLLM2"
+"""Environment variable: a folder with SmolLM2-135M."""
+
+
+@pytest.fixture(scope="session")
+def llama(base_folder: Callable[[str], Path], shared_folder: Path) -> Tenants:
+    """Adapters of a tiny Llama."""
+    return _tiny("llama-heads-of-32", base_folder, shared_folder)
+
+
+@pytest.fixture(scope="session")
+def qwen2(base_folder: Callable[[str], Path], shared_folder: Path) -> Tenants:
+    """Adapters of a tiny Qwen2, whose q, k and v have biases."""
+    return _tiny("qwen2-heads-of-32", base_folder, shared_folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2(shared_folder: Path) -> Tenants:
+    """Adapters of SmolLM2-135M, where its folder is named."""
+    from tests.runtime_vllm.tenants import Tenants
+
+    folder = os.environ.get(SMOLLM2)
+    if not folder:
+        pytest.skip(f"set {SMOLLM2} to the folder of SmolLM2-135M")
+    return Tenants(base=Path(folder), root=shared_folder / "smollm2")
+
+
+def _tiny(name: str, base_folder: Callable[[str], Path], shared: Path) -> Tenants:
+    from tests.runtime_vllm.tenants import Tenants
+
+    return Tenants(base=base_folder(name), root=shared / name, tiny=name)
