@@ -12,6 +12,9 @@ import pytest
 if TYPE_CHECKING:
     from tests.runtime_vllm.tenants import Tenants
 
+# Read when torch is imported: tiny models are fastest on one thread, and the engine wants the other core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 SMOLLM2 = "SCUTE_TEST_SMOLLM2"
 """Environment variable: a folder with SmolLM2-135M."""
 

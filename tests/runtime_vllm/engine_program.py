@@ -123,6 +123,8 @@ def main() -> None:
             name, arguments = json.loads(line)
             command = getattr(commands[0], name)
             print(json.dumps(_answer(lambda: command(**arguments))), file=answers)  # noqa: B023 - called at once
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+        os._exit(0)  # nothing to put away, and the interpreter takes seconds to take vLLM apart
 
 
 if __name__ == "__main__":

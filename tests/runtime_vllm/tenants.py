@@ -17,15 +17,20 @@ from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_pe
 from scute_compile.commands import compile_adapters
 from scute_compile.target import DType, Target
 from tests.adapters import RECIPES, TASK, draw, lora
-from tests.bases import BASES, made_once
-from tests.runtime_vllm.engine import Adapter, Answer, Row
+from tests.bases import ATTENTION, BASES, made_once
+from tests.runtime_vllm.engine import Adapter, Answer, Engine, Row
 
 BOUND = 1e-4
 """Largest difference of a log-probability from PEFT's, both in float32."""
-ATTENTION_ALONE = lora(use_dora=True, use_rslora=True, target_modules=list(BASES["llama"].sites.attention))
+OWN = {
+    "rsdora-attention": lora(use_dora=True, use_rslora=True, target_modules=list(ATTENTION)),
+    "lora-rank-32": lora(r=32),
+    "lora-rank-128": lora(r=128),
+}
+"""Recipes that only these tests need."""
 NINE = ("lora", "rslora", "dora", "rsdora-attention", "ia3", "vera", "vera-twin", "oft", "oft-shared")
 SERVED = (None, *NINE)
-"""The base's row and nine adapters'."""
+"""The base's row and nine adapters'. A name with `-twin` and anything after is its recipe again, drawn anew."""
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 IA3 = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"], "task_type": TASK}
 LARGE: Mapping[str, Callable[[], object]] = {
@@ -46,9 +51,8 @@ LARGE: Mapping[str, Callable[[], object]] = {
 
 def _tiny_config(name: str, base: str) -> object:
     sites = BASES[base].sites
-    if name == "rsdora-attention":
-        return ATTENTION_ALONE(sites)
-    return RECIPES[name.removesuffix("-twin")].config(sites)
+    recipe = name.partition("-twin")[0]
+    return OWN[recipe](sites) if recipe in OWN else RECIPES[recipe].config(sites)
 
 
 def _drawn_gently(model: torch.nn.Module, seed: int) -> None:
@@ -180,3 +184,9 @@ class Tenants:
         """The answer is PEFT's."""
         difference = self.difference(answer, name)
         assert difference.none, (name, difference)
+
+    def assert_served(self, engine: Engine, *names: str | None, seed: int = 0) -> None:
+        """Ask for the artifacts of all in one batch (None: the base); every answer is PEFT's."""
+        answers = engine.generate([self.row(name, seed + place) for place, name in enumerate(names)])
+        for name, answer in zip(names, answers, strict=True):
+            self.assert_equal(answer, name)

@@ -29,7 +29,7 @@ def batch(engine: Engine, llama: Tenants) -> dict[str | None, Answer]:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_each_row_of_a_mixed_batch_equals_peft(name: str | None, batch: dict[str | None, Answer], llama: Tenants) -> None:
+def test_each_row_of_the_batch_equals_peft(name: str | None, batch: dict[str | None, Answer], llama: Tenants) -> None:
     llama.assert_equal(batch[name], name)
 
 
@@ -59,10 +59,7 @@ def test_one_prompt_gets_as_many_answers_as_there_are_adapters(engine: Engine, l
 
 
 def test_several_rows_share_an_adapter(engine: Engine, llama: Tenants) -> None:
-    names = ("vera", "vera-twin", None, "vera", "oft", "vera-twin", "vera")
-    answers = engine.generate([llama.row(name, seed) for seed, name in enumerate(names)])
-    for name, answer in zip(names, answers, strict=True):
-        llama.assert_equal(answer, name)
+    llama.assert_served(engine, "vera", "vera-twin", None, "vera", "oft", "vera-twin", "vera")
 
 
 def test_a_row_does_not_depend_on_its_company(engine: Engine, llama: Tenants) -> None:
@@ -74,6 +71,4 @@ def test_a_row_does_not_depend_on_its_company(engine: Engine, llama: Tenants) ->
 
 
 def test_adalora_is_served_as_well(engine: Engine, llama: Tenants) -> None:
-    answer, base = engine.generate([llama.row("adalora", 4), llama.row(None, 5)])
-    llama.assert_equal(answer, "adalora")
-    llama.assert_equal(base, None)
+    llama.assert_served(engine, "adalora", None)
