@@ -151,15 +151,28 @@ def an_empty_folder(llama: Tenants) -> Path:
     return made_once(llama.root / "empty", lambda folder: folder.mkdir())
 
 
-def a_folder_with_wrong_prefixes(llama: Tenants) -> Path:
-    """A PEFT LoRA folder whose keys have one level too many: engines serve the base for it without a word."""
-
+def _renamed_folder(llama: Tenants, name: str, old: str, new: str) -> Path:
     def write(folder: Path) -> None:
         saved = Saved.read(llama.folder("lora"))
-        renamed(r"base_model\.model\.model\.", "base_model.model.inner.model.")(saved)
+        renamed(old, new)(saved)
         saved.write(folder)
 
-    return made_once(llama.root / "prefixed", write)
+    return made_once(llama.root / "renamed" / name, write)
+
+
+def a_folder_with_one_level_too_many(llama: Tenants) -> Path:
+    """A PEFT LoRA folder for which engines serve the base without a word; one change of the prefix mends it."""
+    return _renamed_folder(llama, "prefixed", r"model\.model\.layers", "model.inner.model.layers")
+
+
+def a_folder_with_a_layer_that_the_model_lacks(llama: Tenants) -> Path:
+    """A PEFT LoRA folder of which no change of the prefix mends all keys."""
+    return _renamed_folder(llama, "seventh", r"\.layers\.1\.", ".layers.7.")
+
+
+def a_folder_with_a_key_that_nobody_knows(llama: Tenants) -> Path:
+    """A PEFT LoRA folder with a key that has no meaning."""
+    return _renamed_folder(llama, "unknown", r"(layers\.0\.self_attn\.q_proj\.lora)_A", r"\1_X")
 
 
 BAD: Mapping[str, Bad] = {
@@ -182,7 +195,10 @@ BAD: Mapping[str, Bad] = {
     "an IA3 folder": Bad(made=lambda llama: llama.folder("ia3"), words=("scute compile",)),
     "a VeRA folder": Bad(made=lambda llama: llama.folder("vera"), words=("scute compile",)),
     "an OFT folder": Bad(made=lambda llama: llama.folder("oft"), words=("scute compile",)),
-    "a folder with wrong prefixes": Bad(made=a_folder_with_wrong_prefixes, words=("inner.model",)),
+    "a folder with a layer that the model lacks": Bad(
+        made=a_folder_with_a_layer_that_the_model_lacks, words=("layers.7.",)
+    ),
+    "a folder with a key that nobody knows": Bad(made=a_folder_with_a_key_that_nobody_knows, words=("lora_x",)),
     "an empty folder": Bad(made=an_empty_folder, words=("empty",)),
     "nothing": Bad(made=nowhere, words=("nowhere",)),
 }

@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from select import select
 from typing import Any, TypeVar
 
 PROGRAM = Path(__file__).with_name("engine_program.py")
-PATIENCE = 150.0
-"""Seconds that one answer may take; starting an engine takes up to a minute on two busy cores."""
+STARTING, PATIENCE = 240.0, 60.0
+"""Seconds that a start and an answer may take; on two idle cores it is 6 to 20, and less than one."""
+MOST_STARTS = 4
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -85,49 +86,84 @@ class Answer:
     tokens: tuple[int, ...]
     logprobs: tuple[Mapping[int, float], ...]
     """Per new token: log-probabilities by token."""
+    ended: str
+    """Why it ended: `length`, or `abort` where the engine refused it."""
     cached: int
     """Tokens of the prompt that came from the prefix cache."""
 
 
 class Engine:
-    """One engine that runs."""
+    """One engine; it is started again when a command left it hanging or ended it, a few times at most."""
 
-    def __init__(self, process: subprocess.Popen[str], answers: int, log: Path) -> None:
-        """Take over a process that was started."""
-        self._process = process
-        self._answers = answers
-        self._rest = b""
-        self._log = log
+    def __init__(self, options: Mapping[str, object], settings: Mapping[str, str], log: Path) -> None:
+        """Start it."""
+        self._options, self._settings, self._log = options, settings, log
+        self._starts = 0
+        self._process: subprocess.Popen[str] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        assert self._starts < MOST_STARTS, "the engine was lost too often; see the tests before this one"
+        self._starts += 1
+        reading, writing = os.pipe()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a") as written:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(PROGRAM), str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=written,
+                stderr=written,
+                env={**os.environ, **SETTINGS, **self._settings},
+                pass_fds=(writing,),
+                text=True,
+                start_new_session=True,
+            )
+        os.close(writing)
+        self._reading, self._rest = reading, b""
+        self._send(self._options)
+        self._receive(STARTING)
 
     @property
     def log(self) -> str:
         """What the engine's processes have written so far."""
         return self._log.read_text(errors="replace")
 
-    def _line(self) -> str:
+    def _line(self, patience: float) -> str:
         while b"\n" not in self._rest:
-            ready, _, _ = select([self._answers], [], [], PATIENCE)
-            part = os.read(self._answers, 1 << 20) if ready else b""
-            assert part, f"the engine {'ended' if ready else 'is silent'}\n{self.log[-6000:]}"
+            ready, _, _ = select([self._reading], [], [], patience)
+            part = os.read(self._reading, 1 << 20) if ready else b""
+            if not part:
+                self._kill()
+                raise AssertionError(f"the engine {'ended' if ready else 'hangs'}\n{self.log[-3000:]}")
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode()
 
+    def _kill(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            os.close(self._reading)
+            self._process = None
+
     def _send(self, command: object) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
         print(json.dumps(command), file=self._process.stdin, flush=True)
 
-    def receive(self) -> Any:  # noqa: ANN401 - JSON
-        """Return the next answer's value; a refusal is raised."""
-        answer = json.loads(self._line())
+    def _receive(self, patience: float) -> Any:  # noqa: ANN401 - JSON
+        answer = json.loads(self._line(patience))
         if "refused" in answer:
             raise RefusedError(answer["refused"])
         return answer["value"]
 
     def ask(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - JSON
-        """Send a command and wait for its value."""
+        """Send a command and wait for its value; a refusal is raised."""
+        if self._process is None:
+            self._start()
         self._send([name, arguments])
-        return self.receive()
+        return self._receive(PATIENCE)
 
     def generate(self, rows: Sequence[Row], *, tokens: int = 8) -> tuple[Answer, ...]:
         """Answer all rows in one batch, greedily."""
@@ -159,14 +195,12 @@ class Engine:
 
     def stop(self) -> None:
         """End the process and all that it started."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        os.close(self._answers)
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+        self._kill()
 
 
 def _answers(rows: Sequence[Row], values: Sequence[Mapping[str, Any]]) -> tuple[Answer, ...]:
@@ -175,6 +209,7 @@ def _answers(rows: Sequence[Row], values: Sequence[Mapping[str, Any]]) -> tuple[
             prompt=tuple(value["prompt"]),
             tokens=tuple(value["tokens"]),
             logprobs=tuple(dict(step) for step in value["logprobs"]),
+            ended=value["ended"],
             cached=value["cached"],
         )
         for value in values
@@ -188,24 +223,8 @@ def started(
     model: Path, log: Path, *, settings: Mapping[str, str] | None = None, **options: object
 ) -> Iterator[Engine]:
     """Start an engine on a base; `settings` are environment variables, `options` go to `vllm.LLM`."""
-    reading, writing = os.pipe()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as written:
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(PROGRAM), str(writing)],
-            stdin=subprocess.PIPE,
-            stdout=written,
-            stderr=written,
-            env={**os.environ, **SETTINGS, **(settings or {})},
-            pass_fds=(writing,),
-            text=True,
-            start_new_session=True,
-        )
-    os.close(writing)
-    engine = Engine(process, reading, log)
+    engine = Engine({**OPTIONS, **options, "model": str(model)}, settings or {}, log)
     try:
-        engine._send({**OPTIONS, **options, "model": str(model)})
-        engine.receive()
         yield engine
     finally:
         engine.stop()

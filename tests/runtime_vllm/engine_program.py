@@ -35,7 +35,8 @@ def _row(output: Json) -> Json:
     return {
         "prompt": list(output.prompt_token_ids),
         "tokens": list(first.token_ids),
-        "logprobs": [[[token, entry.logprob] for token, entry in step.items()] for step in first.logprobs],
+        "logprobs": [[[token, entry.logprob] for token, entry in step.items()] for step in first.logprobs or ()],
+        "ended": first.finish_reason,
         "cached": output.num_cached_tokens or 0,
     }
 

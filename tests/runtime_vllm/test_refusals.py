@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime_vllm.bad_adapters import BAD
+from tests.runtime_vllm.bad_adapters import BAD, a_folder_with_one_level_too_many
 from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Adapter, Engine, RefusedError, Row, started, tried
 from tests.runtime_vllm.tenants import Tenants, prompt_of
 
@@ -30,8 +30,8 @@ def _serves_on(engine: Engine, llama: Tenants, refused: Adapter) -> None:
         llama.assert_equal(answer, name)
 
 
-def _says(refused: RefusedError, words: tuple[str, ...]) -> None:
-    text = str(refused).lower()
+def _says(said: str, words: tuple[str, ...]) -> None:
+    text = said.lower()
     assert not [word for word in words if word not in text], text
 
 
@@ -40,7 +40,7 @@ def test_loading_is_refused_by_name_and_the_rest_is_served(what: str, engine: En
     bad = llama.request(BAD[what].made(llama))
     with pytest.raises(RefusedError) as refused:
         engine.load(bad)
-    _says(refused.value, BAD[what].words)
+    _says(str(refused.value), BAD[what].words)
     _serves_on(engine, llama, bad)
 
 
@@ -48,10 +48,18 @@ def test_loading_is_refused_by_name_and_the_rest_is_served(what: str, engine: En
 def test_a_request_for_what_was_never_loaded_is_refused_and_the_rest_is_served(
     what: str, engine: Engine, llama: Tenants
 ) -> None:
+    """In one process the call says why; a client of another process sees its own request end, and the log says why."""
     bad = llama.request(BAD[what].made(llama))
-    with pytest.raises(RefusedError) as refused:
-        engine.generate([llama.row("dora", 1), Row(prompt=prompt_of(2), adapter=bad), llama.row(None, 3)])
-    _says(refused.value, BAD[what].words)
+    written = len(engine.log)
+    rows = [llama.row("dora", 1), Row(prompt=prompt_of(2), adapter=bad), llama.row(None, 3)]
+    answers = tried(lambda: engine.generate(rows))
+    if isinstance(answers, RefusedError):
+        _says(str(answers), BAD[what].words)
+    else:
+        assert (answers[1].ended, answers[1].tokens) == ("abort", ())
+        _says(engine.log[written:], BAD[what].words)
+        llama.assert_equal(answers[0], "dora")
+        llama.assert_equal(answers[2], None)
     _serves_on(engine, llama, bad)
 
 
@@ -63,6 +71,17 @@ def test_what_was_refused_can_be_served_once_it_is_mended(engine: Engine, llama:
     engine.load(adapter)
     (answer,) = engine.generate([Row(prompt=prompt_of(2), adapter=adapter)])
     llama.assert_equal(answer, "dora")
+
+
+def test_a_folder_with_one_level_too_many_is_served_right_or_refused(engine: Engine, llama: Tenants) -> None:
+    """Stock vLLM takes such a folder and serves the base for it."""
+    adapter = llama.request(a_folder_with_one_level_too_many(llama))
+    loaded = tried(lambda: engine.load(adapter))
+    if isinstance(loaded, RefusedError):
+        _says(str(loaded), ("inner.model",))
+    else:
+        (answer,) = engine.generate([Row(prompt=prompt_of(2), adapter=adapter)])
+        llama.assert_equal(answer, "lora")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +110,7 @@ def test_a_limit_that_is_exceeded_is_named_with_its_setting(
     rows = [llama.row(None, 1), Row(prompt=prompt_of(2), adapter=bad)]
     with pytest.raises(RefusedError) as refused:
         _ = cramped.load(bad) if way == "loaded" else cramped.generate(rows)
-    _says(refused.value, words)
+    _says(str(refused.value), words)
     assert bad.number not in cramped.loaded()
     llama.assert_served(cramped, None, "lora", "dora", "vera")
 
@@ -107,7 +126,7 @@ def test_a_batch_that_needs_more_than_the_pool_is_answered_or_refused(cramped: E
     names = [f"rslora-twin-{number}" for number in range(12)]
     answers = tried(lambda: cramped.generate([llama.row(name, 5) for name in names]))
     if isinstance(answers, RefusedError):
-        _says(answers, ("scute_vllm_pool_mib",))
+        _says(str(answers), ("scute_vllm_pool_mib",))
     else:
         for name, answer in zip(names, answers, strict=True):
             llama.assert_equal(answer, name)
