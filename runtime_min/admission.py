@@ -86,13 +86,14 @@ def check_layout(image: AdapterImage, *, sites: int, dtype: torch.dtype) -> None
             expected=f"one in {dtype} for {sites} layers",
             next="lay it out for this pool",
         )
-    if len(image.pairs) > 1:
+    pairs = {pair.shared for pair in image.pairs}
+    if len(pairs) > 1:
         fail(
             Code.SC803,
             where=image.name,
-            found=f"{len(image.pairs)} different pairs of shared factors, or of their columns",
+            found=f"{len(pairs)} different pairs of shared factors",
             expected="one pair for all sites of an adapter",
-            next="serve it with tp 1, where sites use the same columns, or on another engine",
+            next="train the adapter with one pair, or serve it on another engine",
         )
 
 
@@ -121,7 +122,7 @@ def check_batch(batch: Mapping[str, AdapterImage], held: Sequence[AdapterImage],
         slots=len(images),
         pages=sum(image.pages for image in images),
         shared=sum(factors.values()),
-        pairs=len({pair.key for image in images for pair in image.pairs}),
+        pairs=len({pair.shared for image in images for pair in image.pairs}),
     )
     if needed.fits(room):
         return

@@ -39,6 +39,11 @@ class FactorImage:
     """Bytes of its values."""
 
     @property
+    def whole(self) -> str:
+        """Hash of the factor that it is, or is columns of."""
+        return self.key.partition(":")[0]
+
+    @property
     def pages(self) -> int:
         """Pages that it takes."""
         return len(self.buffer) // PAGE_BYTES
@@ -68,8 +73,13 @@ class PairWindow:
 
     @property
     def key(self) -> tuple[str, int, str, int]:
-        """What makes two pairs the same one."""
+        """What makes two windows the same one."""
         return self.a.factor.key, self.a.offset, self.b.factor.key, self.b.offset
+
+    @property
+    def shared(self) -> tuple[str, str]:
+        """What makes two pairs the same one: the factors; which of their columns a site uses follows from the site."""
+        return self.a.factor.whole, self.b.factor.whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -144,7 +144,7 @@ def _shrink(
     if features.prefill:
         prefill_shrink_kernel[features.tiles, len(gemm.widths), 1](
             x, h, pool.shared, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"),
-            region("row_h"), region("pair"), sites, gemm.first_site, capacity.ranks,
+            region("row_h"), sites, gemm.first_site, capacity.ranks,
             K=k, BLOCK_T=TILE_TOKENS, BLOCK_R=16, BLOCK_K=128, VALUES=values, num_warps=4, num_stages=3,
         )  # fmt: skip
         return
@@ -200,7 +200,7 @@ def _expand(
         grid = (sum(triton.cdiv(n, block_n) for n in gemm.widths), features.tiles)
         prefill_expand_kernel[grid](
             y, h, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"),
-            region("row_h"), region("rot_position"), region("pair"), sites, gemm.first_site, capacity.ranks, tokens,
+            region("row_h"), region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens,
             N0=n0, N1=n1, N2=n2, SLICES=slices, BLOCK_T=TILE_TOKENS, BLOCK_N=block_n, BLOCK_R=16,
             VALUES=pool.values, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, num_warps=8, num_stages=2,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from scute_compile.runtime_min.device_memory import DeviceMemory
-from scute_compile.runtime_min.image import AdapterImage, FactorImage, FactorWindow, PairWindow
+from scute_compile.runtime_min.image import AdapterImage, FactorImage, FactorWindow
 from scute_compile.runtime_min.page_pool import Holding, PagePool, Runs
 from scute_compile.runtime_min.record import PAGE_BYTES, PAGE_GRANULES, Field
 from scute_compile.runtime_min.step_plan import SlotFacts
@@ -35,7 +35,7 @@ class Resident:
     slot: int
     own: Placed
     pairs: tuple[int, ...]
-    """Indices of its shared pairs, by the image's own numbers."""
+    """Indices of its shared pair, by the image's own numbers of windows."""
     facts: SlotFacts
     """What the plan of a step needs to know of it."""
     uses: int = 0
@@ -71,7 +71,7 @@ class _Factor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Pair:
-    window: PairWindow
+    rank: int
     index: int
     references: int = 0
 
@@ -87,7 +87,7 @@ class Residents:
         self.pair_capacity = pairs
         self._pair_rows = list(range(pairs - 1, -1, -1))
         self._factors: dict[str, _Factor] = {}
-        self._pairs: dict[tuple[str, int, str, int], _Pair] = {}
+        self._pairs: dict[tuple[str, str], _Pair] = {}
         self._placed: list[Resident] = []
         self.map_moved = 0
         """Entries of the page map that were rewritten to close gaps; pages of adapters themselves never move."""
@@ -122,14 +122,10 @@ class Residents:
 
     @property
     def pairs(self) -> tuple[tuple[int, ...], ...]:
-        """By index, what a step must know of each shared pair; zeros where none is.
-
-        Rank, A's start and row stride, B's start and row stride, in granules of the shared factors' memory, and zeros.
-        """
+        """By index, what a step must know of each shared pair: its rank, and zeros; all zeros where none is."""
         rows: list[tuple[int, ...]] = [(0,) * 8] * self.pair_capacity
         for pair in self._pairs.values():
-            a, b = pair.window.a, pair.window.b
-            rows[pair.index] = (pair.window.rank, self._granule(a), a.stride, self._granule(b), b.stride, 0, 0, 0)
+            rows[pair.index] = (pair.rank, *(0,) * 7)
         return tuple(rows)
 
     def shared_needed(self, image: AdapterImage) -> int:
@@ -150,8 +146,8 @@ class Residents:
         if adapter is not None:
             factors.update(factor.key for factor in adapter.factors)
             new_shared = self.shared_needed(adapter)
-            new_pairs = sum(pair.key not in self._pairs for pair in adapter.pairs)
-            pairs.update(pair.key for pair in adapter.pairs)
+            new_pairs = sum(pair not in self._pairs for pair in _pairs_of(adapter))
+            pairs.update(_pairs_of(adapter))
         free, shared, map_free = self._pool.free, self._shared.free, self._ranges.free
         slots, rows = len(self._slots), len(self._pair_rows)
         chosen: list[Resident] = []
@@ -166,9 +162,9 @@ class Residents:
             for factor in victim.image.factors:
                 factors[factor.key] -= 1
                 shared += 0 if factors[factor.key] else factor.pages
-            for pair in victim.image.pairs:
-                pairs[pair.key] -= 1
-                rows += not pairs[pair.key]
+            for pair in _pairs_of(victim.image):
+                pairs[pair] -= 1
+                rows += not pairs[pair]
             free, map_free = free + victim.image.pages, map_free + victim.image.pages
         return tuple(chosen)
 
@@ -194,7 +190,9 @@ class Residents:
             undo.pop_all()
         for factor in image.factors:
             self._factors[factor.key].references += 1
-        pairs = tuple(self._hold_pair(pair) for pair in image.pairs)
+        for pair in _pairs_of(image):
+            self._hold_pair(pair, image.pairs[0].rank)
+        pairs = tuple(self._pairs[window.shared].index for window in image.pairs)
         facts = SlotFacts(
             rank=image.own_rank,
             pair=pairs[0] if pairs else -1,
@@ -213,11 +211,11 @@ class Residents:
         self._memory.clear_records(resident.slot)
         self._slots.append(resident.slot)
         self._free(resident.own)
-        for pair in resident.image.pairs:
-            entry = self._pairs[pair.key]
+        for pair in _pairs_of(resident.image):
+            entry = self._pairs[pair]
             entry.references -= 1
             if not entry.references:
-                self._pair_rows.append(self._pairs.pop(pair.key).index)
+                self._pair_rows.append(self._pairs.pop(pair).index)
         for factor in resident.image.factors:
             self._let_go(factor.key)
 
@@ -281,12 +279,11 @@ class Residents:
             del self._factors[key]
             self._shared.release(held.start, held.image.pages)
 
-    def _hold_pair(self, window: PairWindow) -> int:
-        entry = self._pairs.get(window.key)
+    def _hold_pair(self, pair: tuple[str, str], rank: int) -> None:
+        entry = self._pairs.get(pair)
         if entry is None:
-            entry = self._pairs[window.key] = _Pair(window=window, index=self._pair_rows.pop())
+            entry = self._pairs[pair] = _Pair(rank=rank, index=self._pair_rows.pop())
         entry.references += 1
-        return entry.index
 
     def _write_records(self, resident: Resident) -> None:
         records = resident.image.records.clone()
@@ -300,3 +297,7 @@ class Residents:
             records[at, Field.B_OFFSET] = self._granule(window.b)
             records[at, Field.PAIR] = resident.pairs[number]
         self._memory.write_records(resident.slot, records)
+
+
+def _pairs_of(image: AdapterImage) -> set[tuple[str, str]]:
+    return {window.shared for window in image.pairs}

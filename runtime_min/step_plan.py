@@ -95,8 +95,7 @@ def plan_step(
     Args:
         rows: Slot of every row of the batch, -1 for the base alone.
         facts: By slot.
-        pairs: Per shared pair: rank, A's start and row stride, B's start and row stride (granules of the shared
-            factors' buffer), 0, 0, 0.
+        pairs: Per shared pair: its rank, and zeros. Where its columns lie for a site, the directory's records say.
         capacity: What the buffers hold.
         prefill: Whether segments are whole, for tiles of many rows.
 

@@ -59,9 +59,9 @@ class AdapterSlots(LRUCacheLoRAModelManager):
             rotations=self.options.rotations,
         )
         self.pool = ResidentPool(
-            self.sites, num_pages=self._pages(), slots=self.lora_slots, dtype=self.lora_config.lora_dtype,
-            device=torch.device(self.device), shared_pages=pages_of(self.options.shared_bytes), tp=self.tp,
-            rank=self.rank,
+            self.sites, num_pages=self._pages(model.dtype), slots=self.lora_slots, dtype=model.dtype,
+            device=torch.device(self.device), shared_pages=pages_of(self.options.shared_bytes),
+            pairs=self.options.pairs, tp=self.tp, rank=self.rank,
         )  # fmt: skip
         self.steps = EngineSteps(self.pool, limits)
         self._attach()
@@ -143,7 +143,7 @@ class AdapterSlots(LRUCacheLoRAModelManager):
                 lora_model.loras.pop(site.gemm, None)  # vLLM's warm-up packs slices itself
         elif image is None:
             image = image_of(str(lora_model.id), {}, (), self.sites, self.pool.dtype, pin=self.pool.memory.pin)
-        check_fits(image, self.pool, self.lora_slots, images=self.images(without=lora_model.id))
+        check_fits(image, self.pool, self.options, slots=self.lora_slots, images=self.images(without=lora_model.id))
         if lora_model.loras:
             super()._create_merged_loras_inplace(lora_model)
         self.pool.add(self.pool_name(lora_model.id), image)
@@ -162,11 +162,11 @@ class AdapterSlots(LRUCacheLoRAModelManager):
             module.layer.attachment = Attachment(steps=self.steps, gemm=Gemm(first_site=first, widths=widths))
             first += len(widths)
 
-    def _pages(self) -> int:
+    def _pages(self, dtype: torch.dtype) -> int:
         """Return the pool's size: as asked, or what vLLM's buffers would take with s and b beside them."""
         if self.options.pool_bytes is not None:
             return pages_of(self.options.pool_bytes)
-        dtype, rank = self.lora_config.lora_dtype, self.lora_config.max_lora_rank
+        rank = self.lora_config.max_lora_rank
         each = sum(
             rank * (granules(site.in_features, dtype) + granules(site.out_features, dtype))
             + granules(site.out_features, dtype)

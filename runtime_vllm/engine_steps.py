@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
 from scute_compile.runtime_min.resident_pool import ResidentPool
@@ -45,7 +43,7 @@ class EngineSteps:
         self.pool, self.limits = pool, limits
         self.slots = len(pool.memory.directory)
         self.buffers = {
-            prefill: StepBuffers(_capacity(pool, limits, tokens), pool.device)
+            prefill: StepBuffers(_capacity(pool, limits, tokens, prefill=prefill), pool.device)
             for prefill, tokens in ((False, limits.max_rows), (True, max(limits.max_tokens, limits.max_rows)))
         }
         self._plans: dict[bool, StepPlan | None] = {False: None, True: None}
@@ -91,10 +89,12 @@ class EngineSteps:
         """Whether any row of the current step has an adapter."""
         return self._lease is not None
 
-    def form(self, rows: int) -> tuple[StepBuffers, Features]:
+    def form(self, rows: int, *, fixed: bool) -> tuple[StepBuffers, Features]:
         """Return the buffers and the features for a layer that is called with `rows` rows.
 
-        A call that is being captured gets the features that every later step of so many rows may need.
+        Args:
+            rows: Of the call, which may be padded.
+            fixed: Whether the call is being captured, and so must do what any later step of so many rows may need.
 
         Raises:
             ScuteError: SC703 when the step was written for more rows than the layer sees.
@@ -107,21 +107,23 @@ class EngineSteps:
                 expected="layers that see every token of the step",
                 next="report the model; adapters can't be served on it this way",
             )  # fmt: skip
-        if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            capacity = dataclasses.replace(
-                buffers.capacity,
-                tokens=rows,
-                ranks=buffers.capacity.ranks // buffers.capacity.tokens * rows,
-                rotated=rows if self.limits.rotations else 0,
-            )
-            return buffers, fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True)
-        return buffers, features_of(plan, whole_granules=True)
+        if not fixed:
+            return buffers, features_of(plan, whole_granules=True)
+        capacity = dataclasses.replace(
+            buffers.capacity,
+            tokens=rows,
+            ranks=buffers.capacity.ranks // buffers.capacity.tokens * rows,
+            rotated=rows if self.limits.rotations else 0,
+        )
+        return buffers, fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True)
 
 
-def _capacity(pool: ResidentPool, limits: StepLimits, tokens: int) -> Capacity:
+def _capacity(pool: ResidentPool, limits: StepLimits, tokens: int, *, prefill: bool) -> Capacity:
+    """Return what the buffers of one form hold; prefill keeps the rows of shared pairs beside those of own terms."""
+    rank = max(limits.max_rank, limits.pair_rank) if prefill else limits.max_rank
     return Capacity(
         tokens=tokens,
-        ranks=tokens * max(limits.max_rank, limits.pair_rank),
+        ranks=tokens * rank,
         pairs=len(pool.pairs),
         pair_ranks=limits.pair_rank,
         rotated=tokens if limits.rotations else 0,

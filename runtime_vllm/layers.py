@@ -42,7 +42,10 @@ PLAIN_FORWARD = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLi
 """Classes whose own product is that of their quantization method; a subclass with another forward is called whole."""
 
 
-@torch.library.custom_op("scute::engine_linear", mutates_args=())
+torch.library.define("scute::engine_linear", "(Tensor x, Tensor? bias, str layer, int outputs) -> Tensor")
+
+
+@torch.library.impl("scute::engine_linear", "default")
 def engine_linear(x: torch.Tensor, bias: torch.Tensor | None, layer: str, outputs: int) -> torch.Tensor:
     """Return the output `(..., N)` of an engine's layer, each row with its adapter's slots.
 
@@ -57,7 +60,7 @@ def engine_linear(x: torch.Tensor, bias: torch.Tensor | None, layer: str, output
     return found.adapted(x, bias)
 
 
-@engine_linear.register_fake
+@torch.library.register_fake("scute::engine_linear")  # type: ignore[untyped-decorator] # torch leaves it unannotated
 def _(x: torch.Tensor, bias: torch.Tensor | None, layer: str, outputs: int) -> torch.Tensor:
     del bias, layer
     return x.new_empty((*x.shape[:-1], outputs))
@@ -130,7 +133,7 @@ class AdaptedLinear:
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the layer's output on this rank, before any gather or reduction."""
-        y: torch.Tensor = engine_linear(x, bias, self.scute_name, sum(self.widths))
+        y: torch.Tensor = torch.ops.scute.engine_linear(x, bias, self.scute_name, sum(self.widths))
         if self.stock_kernels:
             y = self._apply_lora_to_output(x, y)  # type: ignore[attr-defined]
         return y
@@ -148,12 +151,13 @@ class AdaptedLinear:
         elif flat.is_cuda:
             from scute_compile.runtime_min import launch
 
-            buffers, features = held.steps.form(len(flat))
+            captured = torch.cuda.is_current_stream_capturing()
+            buffers, features = held.steps.form(len(flat), fixed=captured)
             pool = _tensors(held.steps)
             late = None if self.own_forward else bias
             y = launch.adapted_output(flat.contiguous(), multiply, late, pool, buffers, held.gemm, features)
         else:
-            buffers, _ = held.steps.form(len(flat))
+            buffers, _ = held.steps.form(len(flat), fixed=False)
             y = ops.adapted_output(flat, multiply, _tensors(held.steps), buffers, held.gemm)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

@@ -66,12 +66,15 @@ def check_slots(image: AdapterImage, modules: Mapping[str, Module], sites: tuple
             )  # fmt: skip
 
 
-def check_fits(image: AdapterImage, pool: ResidentPool, slots: int, *, images: Mapping[str, AdapterImage]) -> None:
-    """Refuse an adapter with which some batch of `slots` adapters would not fit (SC805).
+def check_fits(
+    image: AdapterImage, pool: ResidentPool, options: Options, *, slots: int, images: Mapping[str, AdapterImage]
+) -> None:
+    """Refuse an adapter with which some batch of `slots` adapters would not fit (SC805, SC807).
 
     Args:
         image: The new adapter.
         pool: Where it would go.
+        options: The engine's settings.
         slots: Most adapters of one batch.
         images: Those that are loaded and stay.
     """
@@ -83,6 +86,12 @@ def check_fits(image: AdapterImage, pool: ResidentPool, slots: int, *, images: M
             found=f"{image.pages * PAGE_BYTES} bytes beside {sum(others) * PAGE_BYTES} of {len(others)} others",
             expected=f"at most {have * PAGE_BYTES} bytes for any {slots} adapters of one batch",
             next=f"start the engine with SCUTE_VLLM_POOL_MIB={-(-need * PAGE_BYTES // MIB)}, or fewer max_loras",
+        )  # fmt: skip
+    pairs = {window.shared for one in (image, *images.values()) for window in one.pairs}
+    if len(pairs) > options.pairs:
+        _refuse_limit(
+            image.name, f"{len(pairs)} pairs of shared factors with those of loaded adapters",
+            f"at most {options.pairs}", f"start the engine with SCUTE_VLLM_SHARED_PAIRS={len(pairs)}",
         )  # fmt: skip
     factors = {factor.key: factor.pages for one in (image, *images.values()) for factor in one.factors}
     shared = pool.stats().shared_pages

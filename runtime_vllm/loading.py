@@ -89,7 +89,9 @@ def _from_artifact(slots: AdapterSlots, request: Any, artifact: Artifact) -> LoR
     image = read_image(slots, artifact, request.lora_name)
     check_limits(image, slots.options, max_rank=slots.lora_config.max_lora_rank, device=slots.pool.device)
     check_slots(image, slots.modules_by_site, tuple(site.name for site in slots.sites))
-    check_fits(image, slots.pool, slots.lora_slots, images=slots.images(without=request.lora_int_id))
+    check_fits(
+        image, slots.pool, slots.options, slots=slots.lora_slots, images=slots.images(without=request.lora_int_id)
+    )
     model = LoRAModel(request.lora_int_id, max(1, image.own_rank), {})
     model.scute_image = image
     slots.digests[request.lora_int_id] = artifact.manifest.digest

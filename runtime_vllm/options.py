@@ -31,6 +31,8 @@ class Options:
     """`SCUTE_VLLM_SHARED_MIB`: memory for factors that adapters share."""
     pair_rank: int = 256
     """`SCUTE_VLLM_SHARED_RANK`: the largest rank of a shared pair."""
+    pairs: int = 4
+    """`SCUTE_VLLM_SHARED_PAIRS`: shared pairs on the device at once; captured steps have room for each."""
     store: Path = STORE
     """`SCUTE_VLLM_STORE`: where folders that were compiled on loading are kept."""
 
@@ -50,6 +52,7 @@ class Options:
             pool_bytes=None if pool is None else pool * MIB,
             shared_bytes=64 * MIB if shared is None else shared * MIB,
             pair_rank=_number(environment, "SCUTE_VLLM_SHARED_RANK") or 256,
+            pairs=_number(environment, "SCUTE_VLLM_SHARED_PAIRS") or 4,
             store=Path(environment.get("SCUTE_VLLM_STORE") or STORE).expanduser(),
         )
 

@@ -6,6 +6,7 @@ base.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -252,26 +253,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a name's letters shows their codes
             stream.reconfigure(errors="backslashreplace")
+    as_json = "--json" in arguments  # then usage errors are JSON too, so the terminal library must not print them
     try:
-        app(arguments)
+        ended = app(arguments, standalone_mode=not as_json)
     except SystemExit as end:  # how the terminal library ends every command, usage errors (2) included
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; nothing unfinished is readable\n")
-        return 1
-    except ScuteError as error:
+        return _interrupted()
+    except Exception as error:  # noqa: BLE001 - the last line before a traceback
+        return _fault(arguments, error)
+    return ended if isinstance(ended, int) else 0
+
+
+def _interrupted() -> int:
+    sys.stderr.write("interrupted; nothing unfinished is readable\n")
+    return 1
+
+
+def _fault(arguments: Sequence[str], error: Exception) -> int:
+    """Say what ended a command, and return its exit status. The terminal library's own classes have no public names."""
+    if isinstance(error, ScuteError):
         return _report(arguments, error.diagnostics)
-    except BrokenPipeError:
+    if isinstance(error, BrokenPipeError):
         return 1
-    except Exception as error:
-        if os.environ.get("SCUTE_DEBUG"):
-            raise
-        fault = Diagnostic(
-            code=Code.SC705, where=type(error).__name__, found=printable(error), expected="no fault of Scute's own",
-            next="report it, with the input that leads to it",
-        )  # fmt: skip
-        return _report(arguments, (fault,))
-    return 0
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        sys.stderr.write(f"scute: {error.strerror}: not everything was written\n")
+        return 1
+    if type(error).__name__ == "Abort":
+        return _interrupted()
+    if hasattr(error, "format_message"):
+        return _report(arguments, (_usage_error(str(error.format_message())),))
+    return _internal(arguments, error)
+
+
+def _usage_error(message: str) -> Diagnostic:
+    return Diagnostic(
+        code=Code.SC703, where="the command line", found=message, expected="a command with its own options",
+        next="see `scute --help`, or `scute COMMAND --help`",
+    )  # fmt: skip
+
+
+def _internal(arguments: Sequence[str], error: Exception) -> int:
+    if os.environ.get("SCUTE_DEBUG"):
+        raise error
+    fault = Diagnostic(
+        code=Code.SC705, where=type(error).__name__, found=printable(error), expected="no fault of Scute's own",
+        next="report it, with the input that leads to it",
+    )  # fmt: skip
+    return _report(arguments, (fault,))
 
 
 def _report(arguments: Sequence[str], diagnostics: Sequence[Diagnostic]) -> int:

@@ -64,7 +64,7 @@ def _by_base(sources: Sequence[str], base: str | None, done: dict[int, Outcome])
     groups: dict[str, list[int]] = {}
     for position, source in enumerate(sources):
         try:
-            groups.setdefault(base or _own_base(source), []).append(position)
+            groups.setdefault(_own_base(source) if base is None else base, []).append(position)
         except ScuteError as error:
             if len(sources) == 1:
                 raise
@@ -144,10 +144,10 @@ def check_paths(sources: Sequence[str], base: str | None, target: Target) -> tup
     outcomes = []
     for source in sources:
         if is_artifact(source):
-            outcomes.append(_check_artifact(source, model(base) if base else None))
+            outcomes.append(_check_artifact(source, None if base is None else model(base)))
             continue
         try:
-            outcomes.append(_outcome(plan(source, model(base or _own_base(source)), target)))
+            outcomes.append(_outcome(plan(source, model(_own_base(source) if base is None else base), target)))
         except ScuteError as error:
             if base or len(sources) == 1:
                 raise
@@ -192,7 +192,7 @@ def inspect_path(source: str, base: str | None, target: Target) -> InspectReport
 
     if is_artifact(source):
         return inspect_artifact(open_artifact(source))
-    opened = open_model(base, weights=False) if base else None
+    opened = None if base is None else open_model(base, weights=False)
     return inspect_program(_servable(plan(source, opened, target)))
 
 
@@ -202,7 +202,7 @@ def explain_path(source: str, base: str | None, target: Target, site: str | None
 
     if is_artifact(source):
         return explain_artifact(open_artifact(source), site)
-    opened = open_model(base or _own_base(source), weights=False)
+    opened = open_model(_own_base(source) if base is None else base, weights=False)
     return explain_program(_servable(plan(source, opened, target)), site)
 
 

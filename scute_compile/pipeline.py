@@ -71,6 +71,9 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
         source: a folder or a Hub id.
         weights: whether a Hub base must bring its weights along (for compiling) or headers suffice.
     """
+    if not source:
+        fail(Code.SC401, where="--base", found="an empty name", expected="a folder or a Hub id",
+             next="name the base, or leave --base out for the adapter's own")  # fmt: skip
     checkpoint = open_base(source, weights=weights)
     if checkpoint.quantized:
         fail(

@@ -17,7 +17,15 @@ import pytest
 import torch
 
 from scute_compile.ir import RotationKind
-from scute_compile.runtime_min.image import PairWindow, SharedTerm, SiteContent, pack_adapter, pack_factor, window_of
+from scute_compile.runtime_min.image import (
+    FactorImage,
+    PairWindow,
+    SharedTerm,
+    SiteContent,
+    pack_adapter,
+    pack_factor,
+    window_of,
+)
 from scute_compile.runtime_min.ops import adapted_linear as by_reference
 from scute_compile.runtime_min.record import Field, SiteSlot
 from scute_compile.runtime_min.reference import SiteSlots, TermSlots
@@ -60,14 +68,22 @@ ROWS = (0, 1, None, 2, 3, 5, 4, 7, 6, 8, 0, 9, 5, 0)
 
 
 @cache
-def pair() -> PairWindow:
+def factors() -> tuple[FactorImage, FactorImage]:
     """Shared factors as wide as the widest site."""
     generator = torch.Generator().manual_seed(1)
     a = torch.randn(PAIR_RANK, 520, generator=generator) / 520**0.5
     b = torch.randn(PAIR_RANK, 64, generator=generator)
-    factors = [pack_factor(name, factor, torch.float32) for name, factor in (("a", a), ("b", b))]
-    first, second = (window_of(factor, torch.float32) for factor in factors)
-    return PairWindow(a=first, b=second)
+    first, second = (pack_factor(name, factor, torch.float32) for name, factor in (("a", a), ("b", b)))
+    return first, second
+
+
+def pair(site: SiteSlot) -> PairWindow:
+    """The columns that a site uses: some sites don't start at the first, as on the ranks of a tensor-parallel model."""
+    a, b = factors()
+    column_a, column_b = {"0.0": (16, 0), "0.1": (16, 8), "0.2": (16, 32)}.get(site.name, (0, 0))
+    return PairWindow(
+        a=window_of(a, torch.float32, column=column_a), b=window_of(b, torch.float32, column=column_b)
+    )  # fmt: skip
 
 
 def content(adapter: str, site: SiteSlot, generator: torch.Generator) -> SiteContent:
@@ -91,7 +107,7 @@ def content(adapter: str, site: SiteSlot, generator: torch.Generator) -> SiteCon
         blocks = 1 if "shared" in adapter else k // width
         slots = SiteSlots(rotation=RotationKind.BLOCKS, delta=drawn(blocks, width, width, scale=0.3))
     if method == "vera":
-        shared = SharedTerm(pair=pair(), d=drawn(PAIR_RANK), e=drawn(n))
+        shared = SharedTerm(pair=pair(site), d=drawn(PAIR_RANK), e=drawn(n))
     return SiteContent(in_features=k, out_features=n, slots=slots, shared=shared)
 
 
@@ -315,3 +331,36 @@ def test_every_slot_counts_and_moves_its_own_rows_alone(field: Field, prefill: b
     moved = (part - whole).abs().amax(1)
     assert moved[0] > 0.01
     assert moved[1:].max() == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_padded_steps_of_an_engine_have_one_form_for_every_mix(fixed: bool, bias: bool) -> None:
+    from scute_compile.runtime_min.launch import adapted_output
+    from scute_compile.runtime_min.ops import adapted_output as reference
+    from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
+
+    limits = StepLimits(max_tokens=40, max_rows=8, max_rank=37, pair_rank=PAIR_RANK, rotations=True)
+    steps = EngineSteps(pool(), limits)
+    tables = step_of((None,), prefill=False).tables
+    gemm = Gemm(first_site=first_site(0), widths=GEMMS[0][1])
+    for rows, padded in (((5, 3, None, 1), 8), ((None, 6), 3), ((*range(10), None, 7), 16)):
+        x, weight, added = inputs(0, padded, bias=bias)
+        product = _Product(weight=weight, bias=added)
+        steps.write([None if row is None else ADAPTERS[row] for row in rows])
+        buffers, features = steps.form(padded, fixed=fixed)
+        assert features.prefill == (padded > 8)
+        ours = adapted_output(x, product, added, tables, buffers, gemm, features)
+        exact = reference(x.double(), product, tables, buffers, gemm)
+        assert_close(ours[: len(rows)], exact[: len(rows)])
+    steps.release()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Product:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
+        bias = self.bias.to(rows.dtype) if biased and self.bias is not None else None
+        return torch.nn.functional.linear(rows, self.weight.to(rows.dtype), bias)

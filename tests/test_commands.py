@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +44,38 @@ def test_usage_errors_and_missing_bases_exit_with_2(
     assert ran.err
     assert not ran.out
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "--no-such-option"),
+        ("compile",),
+        ("check", "x", "--tp", "0"),
+        ("no-such-command",),
+    ],
+    ids=" ".join,
+)
+def test_usage_errors_are_json_where_json_was_asked_for(arguments: tuple[str, ...]) -> None:
+    ran = scute(*arguments, "--json")
+    (finding,) = json.loads(ran.out)["findings"]
+    assert (ran.code, finding["code"]) == (2, "SC703")
+    assert finding["found"] in ran.err
+
+
+def test_an_empty_base_is_no_base(adapter_folder: Adapter) -> None:
+    ran = scute("check", adapter_folder("lora", "llama"), "--base", "")
+    assert (ran.code, "SC401" in ran.err) == (2, True)
+
+
+def test_a_full_disk_is_no_fault_of_scutes() -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "scute_compile", "cost"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ran.returncode == 1
+    assert "No space left" in ran.stderr
+    assert "SC705" not in ran.stderr
 
 
 def test_a_missing_base_is_named(adapter_folder: Adapter) -> None:

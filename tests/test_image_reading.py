@@ -121,6 +121,23 @@ def test_the_columns_of_a_shared_factor_are_those_of_the_rank(pair: Pair, tmp_pa
         assert (":" in window.b.factor.key) == (rank == 1)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sites_of_a_rank_use_different_columns_of_one_shared_pair(rank: int, pair: Pair, tmp_path: Path) -> None:
+    artifact = open_artifact(compiled(*pair("vera", "llama"), tmp_path / "store", "--tp", 2))
+    pool = pool_for(artifact, tp=2, rank=rank)
+    first, second = pool.load("first", artifact), pool.load("second", artifact)
+    assert (len({window.key for window in pool.images["first"].pairs}) > 1) == (rank == 1)
+    assert pool.facts[first].pair == pool.facts[second].pair >= 0
+    assert sum(row[0] > 0 for row in pool.pairs) == 1
+    for site in artifact.manifest.sites:
+        for letter, window, ranges in (("A", site.terms[0].a, site.inputs), ("B", site.terms[0].b, site.outputs)):
+            assert window is not None
+            columns = torch.cat([torch.arange(*span) for span in ranges[rank]])
+            whole = load_factor(artifact, window.factor)[:, columns]
+            for slot in (first, second):
+                assert torch.equal(pool.read_back(slot, site.name, FIELDS[letter], tuple(whole.shape)), whole)
+
+
 def test_a_shared_pair_is_read_into_host_memory_once(pair: Pair, tmp_path: Path) -> None:
     artifact = open_artifact(compiled(*pair("vera", "qwen2"), tmp_path / "store"))
     pool = pool_for(artifact)

@@ -135,14 +135,13 @@ def _shared(
     slot = tl.load(row_slot_ptr + token, mask=held, other=0)
     record = directory_ptr + (slot * sites + first_site + which) * RECORD
     mine = held & (tl.load(record + PAIR, mask=held, other=-1) == pair)
-    if tl.sum(mine.to(tl.int32)) > 0:
+    b_start = tl.max(tl.load(record + B_OFFSET, mask=mine, other=-1))  # one place for all tenants of a pair
+    if b_start >= 0:
         own = tl.load(record + OWN_PAGES, mask=mine, other=0)
         e_offset = tl.load(record + E_OFFSET, mask=mine, other=-1)
         rank = tl.load(pair_ptr + pair * 8)
-        b_first, stride = (
-            tl.load(pair_ptr + pair * 8 + 3).to(tl.int64) * VALUES,
-            tl.load(pair_ptr + pair * 8 + 4) * VALUES,
-        )
+        b_first = b_start.to(tl.int64) * VALUES
+        stride = tl.max(tl.load(record + B_STRIDE, mask=mine, other=0)) * VALUES
         columns = column + tl.arange(0, BLOCK_N)
         in_slice = columns < width
         inside = mine[:, None] & in_slice[None, :]

@@ -34,7 +34,7 @@ from scute_compile.runtime_min.kernels.paging import (
 
 @triton.jit
 def prefill_shrink_kernel(
-    x_ptr, h_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr, pair_ptr,
+    x_ptr, h_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
     sites, first_site, h_capacity,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +50,7 @@ def prefill_shrink_kernel(
         )  # fmt: skip
         own, d_offset = tl.load(record + OWN_PAGES), tl.load(record + D_OFFSET)
         pair = tl.load(record + PAIR)
-        a_first = tl.load(pair_ptr + tl.maximum(pair, 0) * 8 + 1).to(tl.int64) * VALUES
-        a_stride = tl.load(pair_ptr + tl.maximum(pair, 0) * 8 + 2) * VALUES
+        a_first, a_stride = offset.to(tl.int64) * VALUES, stride * VALUES  # of a shared factor, which is not paged
         held = tl.arange(0, BLOCK_T) < count
         token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0)
         h_row = tl.load(row_h_ptr + token, mask=held, other=0)
@@ -88,7 +87,7 @@ def prefill_shrink_kernel(
 @triton.jit
 def prefill_expand_kernel(
     y_ptr, h_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
-    rot_position_ptr, pair_ptr, sites, first_site, h_capacity, tokens,
+    rot_position_ptr, sites, first_site, h_capacity, tokens,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, VALUES: tl.constexpr, HAS_ROTATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -117,8 +116,7 @@ def prefill_expand_kernel(
                     tl.load(record + B_PAGES), tl.load(record + B_OFFSET), tl.load(record + B_STRIDE)
                 )  # fmt: skip
                 pair = tl.load(record + PAIR)
-                b_first = tl.load(pair_ptr + tl.maximum(pair, 0) * 8 + 3).to(tl.int64) * VALUES
-                b_stride = tl.load(pair_ptr + tl.maximum(pair, 0) * 8 + 4) * VALUES
+                b_first, b_stride = offset.to(tl.int64) * VALUES, stride * VALUES
                 h_row = tl.load(row_h_ptr + token, mask=held, other=0)
                 STEP: tl.constexpr = BLOCK_N // VALUES
                 granule = column // VALUES + tl.arange(0, STEP)

@@ -87,14 +87,18 @@ def _shared(
     held = tl.arange(0, BLOCK_T) < count
     token = tl.load(pair_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0)
     slot = tl.load(row_slot_ptr + token, mask=held, other=0)
-    used = tl.zeros([BLOCK_T], dtype=tl.int32)
+    origin = tl.full([BLOCK_T], -1, dtype=tl.int32)  # one place for all tenants of a pair and all slices of a GEMM
+    stride = tl.zeros([BLOCK_T], dtype=tl.int32)
     for which in tl.static_range(SLICES):
-        mine = tl.load(directory_ptr + (slot * sites + first_site + which) * RECORD + PAIR, mask=held, other=-1)
-        used += (mine == pair).to(tl.int32)
-    if tl.sum(used) > 0:  # a pair is one pair at all its sites; a site that no tenant adapts costs nothing
+        record = directory_ptr + (slot * sites + first_site + which) * RECORD
+        mine = held & (tl.load(record + PAIR, mask=held, other=-1) == pair)
+        origin = tl.maximum(origin, tl.load(record + A_OFFSET, mask=mine, other=-1))
+        stride = tl.maximum(stride, tl.load(record + A_STRIDE, mask=mine, other=0))
+    a_start = tl.max(origin)
+    if a_start >= 0:  # a site that no tenant adapts costs nothing
         rank = tl.load(pair_ptr + pair * 8)
-        a_first = tl.load(pair_ptr + pair * 8 + 1).to(tl.int64) * VALUES
-        stride = tl.load(pair_ptr + pair * 8 + 2) * VALUES
+        a_first = a_start.to(tl.int64) * VALUES
+        stride = tl.max(stride) * VALUES
         RUN: tl.constexpr = ((K + SPLIT - 1) // SPLIT + BLOCK_K - 1) // BLOCK_K * BLOCK_K
         rows = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
         total = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
