@@ -117,11 +117,11 @@ class Tenants:
     def _save(self, name: str, folder: Path) -> None:
         seed = sum(name.encode())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # PEFT's advice on options that the tests choose on purpose
             config = _tiny_config(name, self.tiny) if self.tiny else LARGE[name]()
             model = get_peft_model(self._load(), config)
-        (draw if self.tiny else _drawn_gently)(model, seed)
-        model.save_pretrained(folder)
+            (draw if self.tiny else _drawn_gently)(model, seed)
+            model.save_pretrained(folder)
 
     def artifact(self, name: str, *, tp: int = 1, store: str = "store") -> Path:
         """Return the artifact of an adapter for `tp` ranks, compiled in float32."""
