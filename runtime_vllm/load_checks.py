@@ -17,7 +17,7 @@ from scute_compile.runtime_vllm.stock_lora import Module
 
 
 def check_limits(image: AdapterImage, options: Options, *, max_rank: int, device: torch.device) -> None:
-    """Refuse ranks over the engine's limits, and rotations that it has no room for (SC807)."""
+    """Refuse ranks over the engine's limits, and rotations that it has no room for (SC811)."""
     if image.own_rank > max_rank:
         _refuse_limit(
             image.name, f"rank {image.own_rank}", f"at most max_lora_rank, {max_rank}",
@@ -46,7 +46,7 @@ def check_limits(image: AdapterImage, options: Options, *, max_rank: int, device
 
 
 def check_slots(image: AdapterImage, modules: Mapping[str, Module], sites: tuple[str, ...]) -> None:
-    """Refuse slots at layers whose class can't take them (SC807)."""
+    """Refuse slots at layers whose class can't take them (SC811)."""
     for number, site in enumerate(sites):
         record = image.records[number]
         layer = modules[site].layer
@@ -69,7 +69,7 @@ def check_slots(image: AdapterImage, modules: Mapping[str, Module], sites: tuple
 def check_fits(
     image: AdapterImage, pool: ResidentPool, options: Options, *, slots: int, images: Mapping[str, AdapterImage]
 ) -> None:
-    """Refuse an adapter with which some batch of `slots` adapters would not fit (SC805, SC807).
+    """Refuse an adapter with which some batch of `slots` adapters would not fit (SC805, SC811).
 
     Args:
         image: The new adapter.
@@ -106,9 +106,9 @@ def check_fits(
 
 
 def refuse_engine(name: str, why: Any, next_step: str) -> None:
-    """Refuse compiled adapters on an engine that runs in a way that the plugin doesn't (SC807)."""
+    """Refuse compiled adapters on an engine that runs in a way that the plugin doesn't (SC811)."""
     _refuse_limit(name, str(why), "an engine on which compiled adapters can be served", next_step)
 
 
 def _refuse_limit(where: str, found: str, expected: str, next_step: str) -> None:
-    fail(Code.SC807, where=where, found=found, expected=expected, next=next_step)
+    fail(Code.SC811, where=where, found=found, expected=expected, next=next_step)

@@ -191,7 +191,7 @@ class Code(Enum):
         "It is used by a running step, or pinned, or present under that name already; it can't be evicted, removed or "
         "added.",
     )
-    SC807 = (
+    SC811 = (
         "the engine can't serve the adapter",
         "A rank, a slot or a layer is beyond what the serving engine was started with, or beyond what its layers do.",
     )

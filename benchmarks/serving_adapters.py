@@ -1,0 +1,143 @@
+"""PEFT folders and artifacts of a real model's shapes, without the model: for benchmarks of a whole engine.
+
+LoRA, IA3, VeRA and OFT are compiled from folders against a configuration alone. DoRA's norms need weights, so its
+artifact is that of LoRA with a random `ds` at every site: the same bytes, whose values no clock sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from scute_compile.commands import compile_adapters
+from scute_compile.formats.manifest import manifest_digest
+from scute_compile.runtime_min.tenants import Shape, sites_of
+from scute_compile.target import DType, Target
+
+SHARED_RANK, BLOCK = 256, 32
+PREFIX = "base_model.model."
+
+
+def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32000) -> Path:
+    """Write a Llama configuration with no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner, "num_hidden_layers": shape.layers, "num_attention_heads": heads,
+        "head_dim": shape.hidden // heads, "num_key_value_heads": shape.keys * heads // shape.hidden,
+        "vocab_size": vocabulary, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "tie_word_embeddings": False, "dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_theta": 10000.0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_adapters(folder: Path, shape: Shape) -> Mapping[str, Path]:
+    """Write one PEFT folder per method, and a LoRA of rank 64."""
+    made = {"lora": _lora(shape, 16), "lora-64": _lora(shape, 64), "ia3": _ia3(shape), "vera": _vera(shape),
+            "oft": _oft(shape)}  # fmt: skip
+    for name, (config, tensors) in made.items():
+        target = folder / name
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, target / "adapter_model.safetensors")
+    return {name: folder / name for name in made}
+
+
+def compile_all(adapters: Mapping[str, Path], base: Path, store: Path, *, tp: int = 1) -> Mapping[str, Path]:
+    """Compile the folders in bf16, and derive DoRA's artifact. Returns artifacts by name."""
+    outcomes = compile_adapters(
+        [str(path) for path in adapters.values()], str(base), Target(tp=tp, dtype=DType.BFLOAT16), store, quiet=True
+    )
+    artifacts = {}
+    for name, outcome in zip(adapters, outcomes, strict=True):
+        if not outcome.artifact:
+            raise SystemExit(f"{name}: {[item.found for item in outcome.findings]}")
+        artifacts[name] = Path(outcome.artifact)
+    return {**artifacts, "dora": with_scale(artifacts["lora"], "dora")}
+
+
+def with_scale(artifact: Path, name: str) -> Path:
+    """Copy an artifact in its store, with a random `ds` at every site."""
+    copy = artifact.with_name(name)
+    if copy.exists():
+        shutil.rmtree(copy)
+    shutil.copytree(artifact, copy)
+    manifest: dict[str, Any] = json.loads((copy / "manifest.json").read_text())
+    for number, rank in enumerate(manifest["ranks"]):
+        tensors = load_file(copy / rank["file"])
+        for site in manifest["sites"]:
+            width = sum(stop - start for start, stop in site["outputs"][number])
+            tensors[f"{site['name']}.ds"] = (torch.randn(width) * 2e-3).to(torch.bfloat16)
+        save_file(tensors, copy / rank["file"], metadata={"format": "scute"})
+        rank["sha256"] = hashlib.sha256((copy / rank["file"]).read_bytes()).hexdigest()
+        rank["bytes"] = (copy / rank["file"]).stat().st_size
+    manifest |= {"name": name, "method": "dora", "sites": [{**site, "scale": True} for site in manifest["sites"]]}
+    manifest["bytes"]["ranks"] = sum(rank["bytes"] for rank in manifest["ranks"])
+    manifest["digest"] = manifest_digest({key: value for key, value in manifest.items() if key != "digest"})
+    (copy / "manifest.json").write_text(json.dumps(manifest, sort_keys=True, indent=1))
+    return copy
+
+
+Folder = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+def _config(method: str, targets: list[str], **fields: object) -> dict[str, Any]:
+    return {"peft_type": method, "task_type": "CAUSAL_LM", "target_modules": targets, "base_model_name_or_path": "",
+            "peft_version": "0.21.2", **fields}  # fmt: skip
+
+
+def _targets(shape: Shape) -> list[str]:
+    return sorted({site.name.rsplit(".", 1)[1] for site in sites_of(shape)})
+
+
+def _drawn(*shape: int, scale: float) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).to(torch.bfloat16)
+
+
+def _lora(shape: Shape, rank: int) -> Folder:
+    tensors = {}
+    for site in sites_of(shape):
+        tensors[f"{PREFIX}{site.name}.lora_A.weight"] = _drawn(rank, site.in_features, scale=site.in_features**-0.5)
+        tensors[f"{PREFIX}{site.name}.lora_B.weight"] = _drawn(site.out_features, rank, scale=0.01)
+    return _config("LORA", _targets(shape), r=rank, lora_alpha=rank), tensors
+
+
+def _ia3(shape: Shape) -> Folder:
+    chosen = {"k_proj": True, "v_proj": True, "down_proj": False}
+    tensors = {}
+    for site in sites_of(shape):
+        outputs = chosen.get(site.name.rsplit(".", 1)[1])
+        if outputs is not None:
+            size = (site.out_features, 1) if outputs else (1, site.in_features)
+            tensors[f"{PREFIX}{site.name}.ia3_l"] = 1 + _drawn(*size, scale=0.05)
+    return _config("IA3", list(chosen), feedforward_modules=["down_proj"]), tensors
+
+
+def _vera(shape: Shape) -> Folder:
+    sites = sites_of(shape)
+    tensors = {
+        "base_model.vera_A": _drawn(SHARED_RANK, max(site.in_features for site in sites), scale=0.01),
+        "base_model.vera_B": _drawn(max(site.out_features for site in sites), SHARED_RANK, scale=0.06),
+    }
+    for site in sites:
+        tensors[f"{PREFIX}{site.name}.vera_lambda_d"] = _drawn(SHARED_RANK, scale=0.1)
+        tensors[f"{PREFIX}{site.name}.vera_lambda_b"] = _drawn(site.out_features, scale=0.1)
+    return _config("VERA", _targets(shape), r=SHARED_RANK, save_projection=True, projection_prng_key=0), tensors
+
+
+def _oft(shape: Shape) -> Folder:
+    tensors = {
+        f"{PREFIX}{site.name}.oft_R.weight": _drawn(site.in_features // BLOCK, BLOCK * (BLOCK - 1) // 2, scale=0.01)
+        for site in sites_of(shape)
+    }
+    fields = {"oft_block_size": BLOCK, "r": 0, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5}
+    return _config("OFT", _targets(shape), **fields), tensors

@@ -1,0 +1,149 @@
+"""Time of a decode step of vLLM itself, stock and with the plugin, one request on each of many adapters.
+
+    python benchmarks/vllm_steps.py --shape llama-3.1-8b --work WORK_FOLDER --json vllm_steps.json
+
+Dummy base weights, adapters from `serving_adapters.py`. Each engine runs in a process of its own; a step's time is the
+difference between two lengths of generation, over their distance, the best of some tries. On a CPU use `--shape tiny`,
+which shows that it runs and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scute_compile.runtime_min.tenants import LLAMA_8B, Shape
+
+SHAPES = {"llama-3.1-8b": (LLAMA_8B, 32), "tiny": (Shape(hidden=128, keys=64, inner=256, layers=2), 4)}
+MIXED = ("lora", "dora", "ia3", "vera", "oft")
+WITHOUT_VERA = ("lora", "dora", "ia3", "oft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One engine, and the mixes that it is timed on: an adapter for each of the requests in turn."""
+
+    name: str
+    plugin: bool
+    max_rank: int
+    mixes: Mapping[str, Sequence[str]]
+    """By name; adapters in turn, those that start with `folder:` as plain PEFT folders; empty for the base."""
+
+
+ENGINES = (
+    Engine(name="stock", plugin=False, max_rank=16, mixes={"base": (), "lora": ("folder:lora",)}),
+    Engine(name="stock, one of rank 64", plugin=False, max_rank=64, mixes={
+        "lora": ("folder:lora",), "lora and one of rank 64": ("folder:lora-64", *["folder:lora"] * 1000)}),
+    Engine(name="plugin", plugin=True, max_rank=64, mixes={
+        "base": (), "stock folders": ("folder:lora",), "lora": ("lora",), "dora": ("dora",), "ia3": ("ia3",),
+        "oft": ("oft",), "vera": ("vera",), "without vera": WITHOUT_VERA, "five methods": MIXED,
+        "lora and one of rank 64": ("lora-64", *["lora"] * 1000)}),
+)  # fmt: skip
+
+
+def main() -> None:
+    """Prepare adapters once, run every engine, print and write the table."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    asked.add_argument("--layers", type=int, help="fewer layers than the model has")
+    asked.add_argument("--tenants", type=int, default=20)
+    asked.add_argument("--work", type=Path, required=True)
+    asked.add_argument("--json", type=Path)
+    asked.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    chosen = asked.parse_args()
+    if chosen.engine is not None:
+        measure(chosen, ENGINES[chosen.engine])
+        return
+    prepare(chosen)
+    rows: list[dict[str, Any]] = []
+    for number, engine in enumerate(ENGINES):
+        environment = {**os.environ, **({} if engine.plugin else {"VLLM_PLUGINS": "none"})}
+        done = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--engine", str(number)], env=environment, check=False,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        found = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+        rows += found or [{"engine": engine.name, "mix": f"failed, status {done.returncode}", "ms": None}]
+    table(rows)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=1))
+
+
+def shape_of(chosen: argparse.Namespace) -> tuple[Shape, int]:
+    """Return the model's sizes and its heads."""
+    shape, heads = SHAPES[chosen.shape]
+    layers = chosen.layers or shape.layers
+    return Shape(hidden=shape.hidden, keys=shape.keys, inner=shape.inner, layers=layers), heads
+
+
+def prepare(chosen: argparse.Namespace) -> None:
+    """Write the configuration, the folders and the artifacts unless they are there."""
+    from serving_adapters import compile_all, write_adapters, write_config
+
+    shape, heads = shape_of(chosen)
+    if not (chosen.work / "ready").exists():
+        base = write_config(chosen.work / "base", shape, heads=heads)
+        compile_all(write_adapters(chosen.work / "folders", shape), base, chosen.work / "store")
+        (chosen.work / "ready").touch()
+
+
+def measure(chosen: argparse.Namespace, engine: Engine) -> None:
+    """Start one engine and print a line for each mix."""
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    gpu = torch.cuda.is_available()
+    options: dict[str, Any] = {"dtype": "bfloat16"} if gpu else {"dtype": "float32", "enforce_eager": True}
+    if gpu:
+        sizes = [1, 8, 16, 20, 24, 32]
+        options |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.8,
+                    "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": sizes}}  # fmt: skip
+    llm = LLM(
+        str(chosen.work / "base"), load_format="dummy", skip_tokenizer_init=True, enable_lora=True,
+        max_loras=chosen.tenants, max_lora_rank=engine.max_rank, max_model_len=512,
+        max_num_seqs=max(32, chosen.tenants),
+        enable_prefix_caching=False, **options,
+    )  # fmt: skip
+    short, long, tries = (16, 80, 3) if gpu else (2, 4, 1)
+
+    def seconds(tokens: int, requests: list[Any]) -> float:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": [3 + number] * 8} for number in range(chosen.tenants)]
+        start = time.perf_counter()
+        llm.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
+        return time.perf_counter() - start
+
+    serial = 0
+    for mix, adapters in engine.mixes.items():
+        requests: list[Any] = [None] * chosen.tenants
+        for row in range(chosen.tenants if adapters else 0):
+            serial += 1
+            name = adapters[row % len(adapters)]
+            folder = chosen.work / ("folders" if name.startswith("folder:") else "store") / name.removeprefix("folder:")
+            requests[row] = LoRARequest(f"{name}-{serial}", serial, str(folder))
+        seconds(short, requests)
+        times = [(seconds(long, requests) - seconds(short, requests)) / (long - short) for _ in range(tries)]
+        row_out = {"engine": engine.name, "mix": mix, "ms": round(min(times) * 1e3, 3)}
+        sys.stdout.write("ROW " + json.dumps(row_out) + "\n")
+        sys.stdout.flush()
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows, and each one's ratio to the same engine's plain LoRA."""
+    lora = {row["engine"]: row["ms"] for row in rows if row["mix"] == "lora"}
+    for row in rows:
+        ratio = f"{row['ms'] / lora[row['engine']]:7.3f}" if row["ms"] and lora.get(row["engine"]) else " " * 7
+        sys.stdout.write(f"{row['engine']:<24}{row['mix']:<28}{row['ms'] or '':>9} ms {ratio} of its plain LoRA\n")
+
+
+if __name__ == "__main__":
+    main()
