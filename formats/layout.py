@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from scute_compile.expressions import Shape, width
-from scute_compile.formats.manifest import SiteRecord
+from scute_compile.expressions import Ranges, Shape, width
+from scute_compile.formats.manifest import SiteRecord, TermRecord
 from scute_compile.ir import RotationKind
 from scute_compile.target import DType
 
@@ -29,7 +29,8 @@ def rank_layout(site: SiteRecord, rank: int, dtype: DType) -> Mapping[str, tuple
     """Return dtype and shape of every tensor that `rank` holds of `site`, in the order in which they are written.
 
     `dR` is `(blocks, size, size)` or `(in,)`, `ds` and `b` `(out,)`, `A` `(rank, in)`, `B` `(rank, out)`, `d`
-    `(rank,)`, `e` `(out,)`; `in` and `out` are what the rank holds. Shared factors aren't in rank files.
+    `(rank,)`, `e` `(out,)`; `in` and `out` are what the rank holds, and of a fully sharded term also `rank` (of A and
+    d) or `out` (of B and e). Shared factors aren't in rank files.
     """
     inputs, outputs = width(site.inputs[rank]), width(site.outputs[rank])
     tensors: dict[str, tuple[DType, Shape]] = {}
@@ -40,16 +41,28 @@ def rank_layout(site: SiteRecord, rank: int, dtype: DType) -> Mapping[str, tuple
     if site.shift:
         tensors[tensor_name(site.name, "b")] = (SHIFT_DTYPE, (outputs,))
     for number, term in enumerate(site.terms):
+        rows = width(term_rows(term, rank))
+        columns = width(term_columns(site, term, rank))
         shapes: tuple[tuple[str, bool, Shape], ...] = (
-            ("A", term.a is None, (term.rank, inputs)),
-            ("B", term.b is None, (term.rank, outputs)),
-            ("d", term.d, (term.rank,)),
-            ("e", term.e, (outputs,)),
+            ("A", term.a is None, (rows, inputs)),
+            ("B", term.b is None, (term.rank, columns)),
+            ("d", term.d, (rows,)),
+            ("e", term.e, (columns,)),
         )
         for slot, held, shape in shapes:
             if held:
                 tensors[tensor_name(site.name, slot, number)] = (dtype, shape)
     return tensors
+
+
+def term_rows(term: TermRecord, rank: int) -> Ranges:
+    """Return which of a term's rows (of A, and of d) `rank` holds."""
+    return ((0, term.rank),) if term.rows is None else (term.rows[rank],)
+
+
+def term_columns(site: SiteRecord, term: TermRecord, rank: int) -> Ranges:
+    """Return for which of a site's outputs `rank` holds a term's columns (of B, and of e)."""
+    return site.outputs[rank] if term.columns is None else (term.columns[rank],)
 
 
 def file_layout(sites: Iterable[SiteRecord], rank: int, dtype: DType) -> Mapping[str, tuple[DType, Shape]]:

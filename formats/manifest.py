@@ -20,10 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from scute_compile.expressions import Ranges, width
 from scute_compile.ir import RotationKind
 from scute_compile.model import Split
-from scute_compile.target import DType
+from scute_compile.target import DType, LoraSharding
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
+FIRST_VERSION = f"{MAJOR}.0"
+"""What a manifest without any field of later minor versions calls itself, so that older readers take it."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -95,6 +97,10 @@ class TermRecord(Record):
     b: SharedWindow | None
     d: bool
     e: bool
+    rows: tuple[Range, ...] | None = None
+    """Fully sharded, column site: per rank, the interval of the term's rank that it holds of A and d; may be empty."""
+    columns: tuple[Range, ...] | None = None
+    """Fully sharded, row site: per rank, the interval of the outputs that it holds of B and e; may be empty."""
 
 
 class LiveSlot(Record):
@@ -137,6 +143,7 @@ class SiteRecord(Record):
                 if window is not None and window.features != features:
                     message = f"term {number} of `{self.name}` takes {window.features} features of {features}"
                     raise ValueError(message)
+            _check_term(self, number, term)
         return self
 
 
@@ -174,6 +181,8 @@ class Manifest(Record):
     method: Method
     dtype: DType
     tp: Positive
+    lora_sharding: LoraSharding = LoraSharding.DEFAULT
+    """Whether terms are cut along the site's own axes alone, or both factors of each."""
     base: BaseIdentity
     sources: Mapping[str, Sha256]
     """The adapter's files and their hashes."""
@@ -208,7 +217,13 @@ class Manifest(Record):
                 found = f"{len(site.inputs)} input and {len(site.outputs)} output cuts"
                 raise ValueError(f"`{site.name}` has {found} for {self.tp} ranks")
             _check_factors(site, factors)
+            _check_sharding(site, self.lora_sharding)
         return self
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether some term is cut beyond its site's own axes, so that ranks must exchange intermediates."""
+        return any(term.rows is not None or term.columns is not None for site in self.sites for term in site.terms)
 
 
 def _check_factors(site: SiteRecord, factors: Mapping[str, FactorFile]) -> None:
@@ -242,6 +257,34 @@ def _check_cut(site: SiteRecord) -> None:
         raise ValueError(f"two ranks of `{site.name}` hold the same inputs and would add them twice")
     if (site.shift_rank == -1) is not (site.split is Split.COLUMN) or site.shift_rank >= len(site.inputs):
         raise ValueError(f"rank {site.shift_rank} can't add the shift of the {site.split.value} site `{site.name}`")
+
+
+def _check_term(site: SiteRecord, number: int, term: TermRecord) -> None:
+    """Check that a fully sharded term is divided in order, along the axis that the site's own cut leaves whole."""
+    for axis, split, features, held in (
+        ("rows", Split.COLUMN, term.rank, term.rows),
+        ("columns", Split.ROW, site.out_features, term.columns),
+    ):
+        if held is None:
+            continue
+        where = f"the {axis} of term {number} of `{site.name}`"
+        if site.split is not split:
+            raise ValueError(f"{where} are cut, which those of a {site.split.value} site never are")
+        if len(held) != len(site.inputs):
+            raise ValueError(f"{where} have {len(held)} cuts for {len(site.inputs)} ranks")
+        edges = [0, *(stop for _, stop in held)]
+        in_order = all(start == edge <= stop for (start, stop), edge in zip(held, edges[:-1], strict=True))
+        if not in_order or edges[-1] != features:
+            raise ValueError(f"{where} don't divide {features} among the ranks in their order")
+
+
+def _check_sharding(site: SiteRecord, sharding: LoraSharding) -> None:
+    """Check that all terms are cut as the manifest says of them."""
+    full = sharding is LoraSharding.FULL and len(site.inputs) > 1
+    for number, term in enumerate(site.terms):
+        cut = (term.rows is not None, term.columns is not None)
+        if cut != (full and site.split is Split.COLUMN, full and site.split is Split.ROW):
+            raise ValueError(f"term {number} of `{site.name}` isn't cut as lora_sharding {sharding.value} says")
 
 
 def _covers(cuts: tuple[Ranges, ...], features: int) -> bool:

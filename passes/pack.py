@@ -17,7 +17,7 @@ from scute_compile.formats.artifact import open_artifact
 from scute_compile.formats.artifact_writer import new_artifact, write_factor, write_manifest
 from scute_compile.formats.base_checkpoint import BaseCheckpoint
 from scute_compile.formats.layout import SAFETENSORS_NAMES, file_layout, tensor_name
-from scute_compile.formats.manifest import SCHEMA_VERSION, SiteRecord, rank_file_name
+from scute_compile.formats.manifest import FIRST_VERSION, SCHEMA_VERSION, SiteRecord, rank_file_name
 from scute_compile.formats.peft_folder import AdapterFolder
 from scute_compile.formats.reading import opened
 from scute_compile.formats.safetensors_file import read_exactly, read_tensor
@@ -25,11 +25,11 @@ from scute_compile.formats.safetensors_writer import SafetensorsWriter, sha256_o
 from scute_compile.ir import Program, Site
 from scute_compile.passes.column_norms import NormRequest, one_thread_per_operation, stream_norms
 from scute_compile.passes.evaluate import Array, evaluate
-from scute_compile.passes.records import finding_record, note_record, site_record, site_slices
+from scute_compile.passes.records import finding_record, note_record, site_record, site_slices, term_slices
 from scute_compile.passes.rounding import TooNarrow, factor_digest, raw_bytes, rounded
 from scute_compile.passes.scale import NormPlan, column_norms, site_expressions
 from scute_compile.passes.vera_projection import draw
-from scute_compile.target import DType
+from scute_compile.target import DType, LoraSharding
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -188,7 +188,9 @@ def _write_ranks(folder: Path, values: _Values, program: Program, sites: Sequenc
         for site in program.sites:
             for slot, number, tensor in _site_tensors(site, values):
                 for rank, writer in enumerate(writers):
-                    writer.write(tensor_name(site.name, slot, number), raw_bytes(_slice(site, slot, rank, tensor)))
+                    writer.write(
+                        tensor_name(site.name, slot, number), raw_bytes(_slice(site, slot, number, rank, tensor))
+                    )
 
 
 def _site_tensors(site: Site, values: _Values) -> Iterator[tuple[str, int | None, torch.Tensor]]:
@@ -208,10 +210,9 @@ def _site_tensors(site: Site, values: _Values) -> Iterator[tuple[str, int | None
                 yield slot, number, values.stored(value, f"{site.name}.{slot}")
 
 
-def _slice(site: Site, slot: str, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-    if site.cut is None:
-        raise AssertionError(site)
-    held = site_slices(site, rank, site.cut).get(slot)
+def _slice(site: Site, slot: str, number: int | None, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    slices = site_slices(site, rank) if number is None else term_slices(site, number, rank)
+    held = slices.get(slot)
     if held is None:
         return tensor
     axis, ranges = held
@@ -232,13 +233,16 @@ def _manifest(
         ranks.append({"file": path.name, "sha256": sha256_of(path), "bytes": path.stat().st_size})
     total = sum((folder / rank_file_name(rank, program.target.tp)).stat().st_size for rank in range(program.target.tp))
     listed = _by_hash(factors)
+    sharding = program.target.lora_sharding
+    full = {"lora_sharding": sharding.value} if sharding is not LoraSharding.DEFAULT else {}
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": SCHEMA_VERSION if full else FIRST_VERSION,
         "tool": package.tool,
         "name": package.name,
         "method": program.method,
         "dtype": dtype.value,
         "tp": program.target.tp,
+        **full,
         "base": dict(package.base),
         "sources": dict(package.sources),
         "settings": dict(program.settings),
@@ -247,7 +251,7 @@ def _manifest(
             "tenants": workload.tenants, "tokens": workload.tokens, "bandwidth": workload.bandwidth,
             "launch": workload.launch, "activation_bytes": workload.activation_bytes,
         },
-        "sites": [site.model_dump(mode="json") for site in sites],
+        "sites": [site.model_dump(mode="json", exclude_defaults=True) for site in sites],
         "factors": list(listed),
         "ranks": ranks,
         "bytes": {"ranks": total, "shared": sum(int(str(factor["bytes"])) for factor in listed)},

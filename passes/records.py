@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pydantic import JsonValue
 
 from scute_compile.diagnostics import Diagnostic
-from scute_compile.expressions import Expression
+from scute_compile.expressions import Expression, Ranges
 from scute_compile.formats.manifest import LiveSlot, RotationRecord, SharedWindow, SiteRecord, TermRecord
-from scute_compile.ir import Cut, Factor, Note, RotationKind, Site, Term
+from scute_compile.ir import Factor, Note, RotationKind, Site, Term, TermCut
 from scute_compile.model import Split
 
 HashOf = Callable[[Expression], str]
@@ -39,7 +39,7 @@ def site_record(site: Site, hash_of: HashOf) -> SiteRecord:
         scale=site.s is not None,
         shift=site.b is not None,
         shift_rank=-1 if linear.split is Split.COLUMN else 0,
-        terms=tuple(_term(term, hash_of) for term in site.terms),
+        terms=tuple(_term(term, of_term, hash_of) for term, of_term in zip(site.terms, term_cuts(site), strict=True)),
         live=tuple(
             LiveSlot(slot=choice.slot, route=choice.route.value,
                      candidates=tuple((route.value, moved) for route, moved in choice.candidates))
@@ -58,13 +58,22 @@ def _rotation(site: Site) -> RotationRecord | None:
     return RotationRecord(kind=rotation.kind, block=rotation.block, blocks=blocks)
 
 
-def _term(term: Term, hash_of: HashOf) -> TermRecord:
+def term_cuts(site: Site) -> tuple[TermCut, ...]:
+    """Return one cut per term; those of terms that follow the site's own cut say nothing."""
+    if site.cut is None:
+        raise AssertionError(site)
+    return site.cut.terms or (TermCut(),) * len(site.terms)
+
+
+def _term(term: Term, held: TermCut, hash_of: HashOf) -> TermRecord:
     return TermRecord(
         rank=term.rank,
         a=_window(term.a, hash_of),
         b=_window(term.b, hash_of),
         d=term.d is not None,
         e=term.e is not None,
+        rows=held.rows,
+        columns=held.columns,
     )
 
 
@@ -93,14 +102,35 @@ def finding_record(diagnostic: Diagnostic) -> dict[str, JsonValue]:
     return dict(diagnostic.to_json())
 
 
-def site_slices(site: Site, rank: int, cut: Cut) -> Mapping[str, tuple[int, tuple[tuple[int, int], ...]]]:
-    """Return, per slot, the axis that a rank's cut divides and the ranges that it holds.
+Slice = tuple[int, Ranges]
+"""An axis, and the ranges of it that a rank holds."""
+
+
+def site_slices(site: Site, rank: int) -> Mapping[str, Slice]:
+    """Return, per slot of the site itself, the axis that a rank's cut divides and the ranges that it holds.
 
     Slots that every rank holds whole are absent. The ranges of blocks count blocks.
     """
-    inputs, outputs = cut.inputs[rank], cut.outputs[rank]
-    slices = {"A": (1, inputs), "B": (1, outputs), "ds": (0, outputs), "b": (0, outputs), "e": (0, outputs)}
+    if site.cut is None:
+        raise AssertionError(site)
+    inputs, outputs = site.cut.inputs[rank], site.cut.outputs[rank]
+    slices: dict[str, Slice] = {"ds": (0, outputs), "b": (0, outputs)}
     rotation = site.rotation
     if rotation is not None and rotation.delta.shape[0] > 1:
         slices["dR"] = (0, tuple((start // rotation.block, stop // rotation.block) for start, stop in inputs))
+    return slices
+
+
+def term_slices(site: Site, number: int, rank: int) -> Mapping[str, Slice]:
+    """Return, per slot of a site's term, the axis that a rank's cut divides and the ranges that it holds.
+
+    No slot is cut along two axes: a term's rank is divided where inputs are whole.
+    """
+    if site.cut is None:
+        raise AssertionError(site)
+    held = term_cuts(site)[number]
+    columns = site.cut.outputs[rank] if held.columns is None else (held.columns[rank],)
+    slices: dict[str, Slice] = {"A": (1, site.cut.inputs[rank]), "B": (1, columns), "e": (0, columns)}
+    if held.rows is not None:
+        slices |= {"A": (0, (held.rows[rank],)), "d": (0, (held.rows[rank],))}
     return slices

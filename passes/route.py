@@ -14,6 +14,7 @@ from types import MappingProxyType
 from scute_compile.candidates import (
     Candidate,
     SiteShape,
+    TermShape,
     Turned,
     inner_candidates,
     outer_candidates,
@@ -23,7 +24,7 @@ from scute_compile.candidates import (
     shift_candidates,
 )
 from scute_compile.expressions import width
-from scute_compile.ir import Action, Note, Owner, Program, Route, RouteChoice, Site, Stage
+from scute_compile.ir import Action, Note, Owner, Program, Route, RouteChoice, Site, Stage, TermCut
 from scute_compile.model import Linear, ModelStructure
 from scute_compile.target import Target, Workload
 
@@ -99,14 +100,15 @@ def _live_slots(
 
 def _live_in_terms(site: Site, shape: SiteShape, workload: Workload) -> Iterator[_LiveSlot]:
     for number, term in enumerate(site.terms):
+        held = _term_shape(site, number, shape)
         suffix = f".{number}" if len(site.terms) > 1 else ""
         a, b = ("A", term.a.owner), ("B", term.b.owner)
         if term.d is not None:
-            found = inner_candidates(shape, workload, rank=term.rank)
+            found = inner_candidates(held, workload)
             rule = "live: d between factors that the adapter doesn't own"
             yield _LiveSlot(slot=f"d{suffix}", rule=rule, neighbours=(a, b), candidates=found)
         if term.e is not None:
-            found = outer_candidates(shape, workload, rank=term.rank)
+            found = outer_candidates(held, workload)
             rule = "live: e after a B that the adapter doesn't own"
             yield _LiveSlot(slot=f"e{suffix}", rule=rule, neighbours=(b,), candidates=found)
 
@@ -169,3 +171,12 @@ def _shape(site: Site, target: Target) -> SiteShape:
     outputs = max(map(width, site.cut.outputs)) if site.cut else linear.out_features
     wide = 4 if linear.weight.dtype in {"F32", "F64"} else 2
     return SiteShape(inputs=inputs, outputs=outputs, width=target.dtype.itemsize if target.dtype else wide)
+
+
+def _term_shape(site: Site, number: int, shape: SiteShape) -> TermShape:
+    """Return what the widest rank holds of a term."""
+    rank = site.terms[number].rank
+    held = site.cut.terms[number] if site.cut and site.cut.terms else TermCut()
+    rows = rank if held.rows is None else max(stop - start for start, stop in held.rows)
+    columns = shape.outputs if held.columns is None else max(stop - start for start, stop in held.columns)
+    return TermShape(rows=rows, inputs=shape.inputs, rank=rank, columns=columns, width=shape.width)

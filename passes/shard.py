@@ -6,18 +6,24 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from scute_compile.codes import Code
-from scute_compile.cuts import advice, cut, obstacle
+from scute_compile.cuts import advice, cut, cut_term, obstacle
 from scute_compile.diagnostics import Findings
 from scute_compile.ir import Cut, Program, RotationKind, Site, Stage
 from scute_compile.model import Split
+from scute_compile.target import LoraSharding, Target
 
 
 def shard(program: Program) -> Program:
     """Give every site its cut. Obstacles must have been looked for first."""
-    tp = program.target.tp
-    return replace(
-        program, sites=tuple(replace(site, cut=cut(site.linear, tp)) for site in program.sites), stage=Stage.SHARDED
-    )
+    sites = tuple(replace(site, cut=_cut(site, program.target)) for site in program.sites)
+    return replace(program, sites=sites, stage=Stage.SHARDED)
+
+
+def _cut(site: Site, target: Target) -> Cut:
+    own = cut(site.linear, target.tp)
+    if target.tp == 1 or target.lora_sharding is LoraSharding.DEFAULT:
+        return own
+    return replace(own, terms=tuple(cut_term(site.linear, term.rank, target.tp) for term in site.terms))
 
 
 def find_obstacles(sites: Iterable[Site], tp: int, findings: Findings) -> None:

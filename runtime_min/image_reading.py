@@ -31,6 +31,7 @@ from scute_compile.runtime_min.image import (
 from scute_compile.runtime_min.record import SiteSlot, values_per_granule
 from scute_compile.runtime_min.reference import SiteSlots, TermSlots
 from scute_compile.runtime_min.site_slots import take
+from scute_compile.target import LoraSharding
 
 Factors = MutableMapping[str, FactorImage]
 """Images of shared factors by key, all in one dtype."""
@@ -62,9 +63,9 @@ def read_adapter(
         pin: Whether images lie in pinned memory.
 
     Raises:
-        ScuteError: SC801 (another tp or dtype), SC402 (another base), SC803 (terms that mix own and shared factors,
-            or several shared ones at a site), SC320 (values that the pool's dtype can't hold), SC603 (a file that was
-            damaged after the artifact was opened), and what `open_artifact` raises.
+        ScuteError: SC801 (another tp or dtype), SC812 (a fully sharded artifact), SC402 (another base), SC803 (terms
+            that mix own and shared factors, or several shared ones at a site), SC320 (values that the pool's dtype
+            can't hold), SC603 (a file that was damaged after the artifact was opened), and what `open_artifact` raises.
     """
     artifact = source if isinstance(source, Artifact) else open_artifact(source)
     name = name or artifact.manifest.name
@@ -117,6 +118,14 @@ def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype,
             found=f"an artifact for tp {manifest.tp}",
             expected=f"tp {tp}, on which this runtime runs",
             next=f"compile the adapter again with --tp {tp}",
+        )
+    if manifest.fully_sharded:
+        fail(
+            Code.SC812,
+            where=name,
+            found=f"an artifact for tp {tp} whose terms are cut on both sides (lora_sharding {manifest.lora_sharding})",
+            expected=f"lora_sharding {LoraSharding.DEFAULT}: the pool's kernels exchange no intermediates",
+            next="compile the adapter again without --lora-sharding full, or serve it through RankModel",
         )
     if TORCH_DTYPES[manifest.dtype] is not dtype and not convert:
         wanted = str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_min.admission import (
     Room,
     check_batch,
@@ -184,6 +185,15 @@ class ResidentPool:
                 self._current[name] = self._bring_in(self._host[name], self._idle(keep=wanted))
         return {name: self._current[name].slot for name in wanted}
 
+    def fits(self, names: Iterable[str]) -> bool:
+        """Whether `ensure` would find room for these adapters together; nothing is moved. Raises SC802."""
+        wanted = tuple(dict.fromkeys(names))
+        check_known(wanted, self._host)
+        with suppress(ScuteError):
+            self._check_batch(wanted)
+            return True
+        return False
+
     def prefetch(self, names: Iterable[str]) -> tuple[str, ...]:
         """Bring in what the next batch needs while this one runs, as far as room allows without touching this one.
 
@@ -273,19 +283,15 @@ class ResidentPool:
     def stats(self) -> PoolStats:
         """Return what the pool holds at this moment."""
         return PoolStats(
-            pages=self._pool.counts,
-            slots=len(self.memory.directory),
+            pages=self._pool.counts, slots=len(self.memory.directory),
             slots_in_use=len(self.memory.directory) - self._residents.free_slots,
             adapters=self._residents.bytes_by_adapter,
             factors={factor.key: factor.pages * PAGE_BYTES for factor in self._residents.factors},
-            host=host_bytes(self._host.values()),
-            host_adapters=len(self._host),
-            map_entries=len(self.memory.page_map),
+            host=host_bytes(self._host.values()), host_adapters=len(self._host),
+            map_entries=len(self.memory.page_map), map_moved=self._residents.map_moved,
             map_in_use=len(self.memory.page_map) - self._residents.map_free,
-            map_moved=self._residents.map_moved,
-            shared_pages=len(self.memory.shared),
-            shared_moved=self._residents.shared_moved,
-        )
+            shared_pages=len(self.memory.shared), shared_moved=self._residents.shared_moved,
+        )  # fmt: skip
 
     def _read(self, name: str, source: Source) -> AdapterImage:
         if isinstance(source, AdapterImage):
@@ -293,10 +299,8 @@ class ResidentPool:
         else:
             from scute_compile.runtime_min.image_reading import read_adapter  # images need no reader of files
 
-            image = read_adapter(
-                source, self.sites, self.dtype, name=name, tp=self._tp, rank=self._rank,
-                factors=self._factors, convert=self._convert, pin=self.memory.pin,
-            )  # fmt: skip
+            image = read_adapter(source, self.sites, self.dtype, name=name, tp=self._tp, rank=self._rank,
+                                 factors=self._factors, convert=self._convert, pin=self.memory.pin)  # fmt: skip
         check_layout(image, sites=len(self.sites), dtype=self.dtype)
         check_size(image, pages=self._pool.counts.total, shared=len(self.memory.shared))
         return image
@@ -312,11 +316,9 @@ class ResidentPool:
         held = [resident.image for resident in self._residents if resident.held and resident not in batch]
         counts = self._pool.counts
         room = Room(
-            slots=len(self.memory.directory),
-            pages=counts.total - counts.lent,
-            shared=len(self.memory.shared),
+            slots=len(self.memory.directory), pages=counts.total - counts.lent, shared=len(self.memory.shared),
             pairs=self._residents.pair_capacity,
-        )
+        )  # fmt: skip
         check_batch({name: self._host[name] for name in names}, held, room)
 
     def _idle(self, keep: Sequence[str] = ()) -> list[Resident]:

@@ -51,6 +51,8 @@ class ServedModel:
         convert: bool = False,
         fixed: bool = False,
         shared_pages: int = 16384,
+        tp: int = 1,
+        rank: int = 0,
     ) -> None:
         """Wrap a model and make an empty pool.
 
@@ -67,6 +69,8 @@ class ServedModel:
             convert: Whether artifacts of another dtype are rounded to the pool's.
             fixed: Whether every step is launched alike, whatever its adapters: for CUDA graphs and `torch.compile`.
             shared_pages: Pages for shared factors.
+            tp: Number of ranks that the model's layers were cut for; see `scute_compile.runtime_min.served_ranks`.
+            rank: Which of them this is.
 
         Raises:
             ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices, or
@@ -74,7 +78,7 @@ class ServedModel:
         """
         self.model = model
         self.base_structure = base_structure
-        self._convert = convert
+        self._convert, self._tp, self._rank = convert, tp, rank
         heads = getattr(model, "get_output_embeddings", lambda: None)()
         linears = {name: layer for name, layer in linear_layers(model).items() if layer is not heads}
         self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
@@ -82,7 +86,7 @@ class ServedModel:
         self.pool = ResidentPool(
             [_site(name, layer) for name, layer in linears.items()], num_pages=num_pages, slots=slots,
             dtype=weight.dtype if dtype is None else dtype, device=weight.device, shared_pages=shared_pages,
-            convert=convert,
+            convert=convert, tp=tp, rank=rank,
         )  # fmt: skip
         memory = self.pool.memory
         self._step = StepState(
@@ -105,6 +109,16 @@ class ServedModel:
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters that batches may use."""
         return self.pool.names
+
+    @property
+    def loaded(self) -> Mapping[str, LoadedFacts]:
+        """What is known of each of them; an adapter that was replaced has another object than before."""
+        return self._loaded
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a step."""
+        return self._writer.sizes.max_tokens
 
     @property
     def layers(self) -> Mapping[str, ServedLinear]:
@@ -261,7 +275,7 @@ class ServedModel:
             )  # fmt: skip
         return read_adapter(
             artifact, named_as_in(artifact, self.pool.sites), self.pool.dtype, name=name, factors=self._factors,
-            convert=self._convert, pin=self.pool.memory.pin,
+            tp=self._tp, rank=self._rank, convert=self._convert, pin=self.pool.memory.pin,
         )  # fmt: skip
 
 

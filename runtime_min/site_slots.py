@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,10 +13,11 @@ from scute_compile.diagnostics import fail
 from scute_compile.expressions import Ranges
 from scute_compile.formats.artifact import Artifact
 from scute_compile.formats.artifact_tensors import load_factor, load_rank
-from scute_compile.formats.layout import tensor_name
-from scute_compile.formats.manifest import SharedWindow, SiteRecord
+from scute_compile.formats.layout import tensor_name, term_columns, term_rows
+from scute_compile.formats.manifest import SharedWindow, SiteRecord, TermRecord
 from scute_compile.model import Split
 from scute_compile.runtime_min.reference import SiteSlots, TermSlots
+from scute_compile.runtime_min.sharded_terms import ShardedTerm
 
 Factors = MutableMapping[str, torch.Tensor]
 """Shared factors by hash, for all artifacts of a process."""
@@ -31,6 +33,8 @@ class RankSite:
     outputs: Ranges
     adds_bias: bool
     """Whether this rank adds the base's bias."""
+    sharded: tuple[ShardedTerm, ...] = ()
+    """The low-rank terms when they are fully sharded; `slots` has none then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +53,7 @@ def take(tensor: torch.Tensor, axis: int, ranges: Ranges) -> torch.Tensor:
 
 
 def load_sites(artifact: Artifact, factors: Factors, device: torch.device) -> Mapping[str, LoadedSite]:
-    """Load every site of an artifact, each rank's part from that rank's file alone.
+    """Load every site of an artifact, each rank's part from that rank's file alone; all ranks in this process.
 
     Args:
         artifact: An opened artifact.
@@ -59,9 +63,7 @@ def load_sites(artifact: Artifact, factors: Factors, device: torch.device) -> Ma
     Raises:
         ScuteError: SC605 when two ranks hold the same outputs with different tensors.
     """
-    for factor in artifact.manifest.factors:
-        if factor.hash not in factors:
-            factors[factor.hash] = load_factor(artifact, factor.hash).to(device)
+    _load_factors(artifact, factors, device)
     files = [
         {name: tensor.to(device) for name, tensor in load_rank(artifact, rank).items()}
         for rank in range(artifact.manifest.tp)
@@ -75,38 +77,65 @@ def load_sites(artifact: Artifact, factors: Factors, device: torch.device) -> Ma
     return loaded
 
 
+def load_rank_sites(artifact: Artifact, rank: int, factors: Factors, device: torch.device) -> Mapping[str, RankSite]:
+    """Load what one rank holds of every site, from its own file; arguments as for `load_sites`."""
+    _load_factors(artifact, factors, device)
+    tensors = {name: tensor.to(device) for name, tensor in load_rank(artifact, rank).items()}
+    return {record.name: _rank_site(record, rank, tensors, factors) for record in artifact.manifest.sites}
+
+
+def _load_factors(artifact: Artifact, factors: Factors, device: torch.device) -> None:
+    for factor in artifact.manifest.factors:
+        if factor.hash not in factors:
+            factors[factor.hash] = load_factor(artifact, factor.hash).to(device)
+
+
 def _rank_site(
     record: SiteRecord, rank: int, tensors: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]
 ) -> RankSite:
-    adds = record.shift_rank in (-1, rank)
+    # what is replicated is computed whole, by each rank for itself
+    adds = record.split is not Split.ROW or record.shift_rank == rank
+    terms = _terms(record, rank, tensors, factors)
+    sharded = any(term.rows is not None or term.columns is not None for term in record.terms)
     return RankSite(
         slots=SiteSlots(
             rotation=record.rotation.kind if record.rotation else None,
             delta=tensors.get(tensor_name(record.name, "dR")),
             ds=tensors.get(tensor_name(record.name, "ds")),
             b=tensors.get(tensor_name(record.name, "b")) if adds else None,
-            terms=tuple(_terms(record, rank, tensors, factors)),
+            terms=() if sharded else tuple(terms),
         ),
         inputs=record.inputs[rank],
         outputs=record.outputs[rank],
         adds_bias=adds,
+        sharded=tuple(map(partial(_sharded, rank), terms, record.terms)) if sharded else (),
+    )
+
+
+def _sharded(rank: int, slots: TermSlots, term: TermRecord) -> ShardedTerm:
+    return ShardedTerm(
+        slots=slots,
+        rank=term.rank,
+        rows=None if term.rows is None else term.rows[rank],
+        shares=term.rows or (),
+        columns=None if term.columns is None else term.columns[rank],
     )
 
 
 def _terms(
     record: SiteRecord, rank: int, tensors: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]
 ) -> list[TermSlots]:
-    def factor(slot: str, window: SharedWindow | None, ranges: Ranges) -> torch.Tensor:
+    def factor(slot: str, window: SharedWindow | None, rows: Ranges, ranges: Ranges) -> torch.Tensor:
         if window is None:
             return tensors[tensor_name(record.name, slot, number)]
-        return take(factors[window.factor][:, : window.features], 1, ranges)
+        return take(take(factors[window.factor][:, : window.features], 0, rows), 1, ranges)
 
     terms = []
     for number, term in enumerate(record.terms):
         terms.append(
             TermSlots(
-                a=factor("A", term.a, record.inputs[rank]),
-                b=factor("B", term.b, record.outputs[rank]),
+                a=factor("A", term.a, term_rows(term, rank), record.inputs[rank]),
+                b=factor("B", term.b, ((0, term.rank),), term_columns(record, term, rank)),
                 d=tensors.get(tensor_name(record.name, "d", number)),
                 e=tensors.get(tensor_name(record.name, "e", number)),
             )
@@ -117,8 +146,18 @@ def _terms(
 def _check_copies(record: SiteRecord, files: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """Check that ranks which hold the same outputs (key and value heads) hold equal tensors for them."""
     held: dict[tuple[int, int], tuple[int, Mapping[str, torch.Tensor]]] = {}
+    divided = {
+        tensor_name(record.name, slot, number)
+        for number, term in enumerate(record.terms)
+        if term.rows is not None
+        for slot in ("A", "d")
+    }
     for rank, tensors in enumerate(files):
-        parts = {key: value for key, value in tensors.items() if key.startswith(f"{record.name}.")}
+        parts = {
+            key: value
+            for key, value in tensors.items()
+            if key.startswith(f"{record.name}.") and key not in divided  # ranks hold different rows of these
+        }
         position = 0
         for start, stop in record.outputs[rank]:
             cut = {key: _outputs_of(key, value, position, stop - start) for key, value in parts.items()}

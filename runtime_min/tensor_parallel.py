@@ -6,10 +6,13 @@ sums stay wide, are added, and only one rank adds the base's bias and the shift.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from scute_compile.model import Split
 from scute_compile.runtime_min.reference import apply_site, rotate, wide
+from scute_compile.runtime_min.sharded_terms import add_part, shrink_part
 from scute_compile.runtime_min.site_slots import LoadedSite, RankSite, take
 
 
@@ -27,8 +30,9 @@ def run_site(
     Returns:
         `(..., out)` in the dtype of `x`, rounded once.
     """
+    hs = exchange(x_TK, site.ranks)
     if site.record.split is Split.ROW:
-        partial = [_run_rank(x_TK, weight_NK, bias_N, rank) for rank in site.ranks]
+        partial = [_run_rank(x_TK, weight_NK, bias_N, rank, hs) for rank in site.ranks]
         total = partial[0]
         for one in partial[1:]:
             total = total + one
@@ -36,18 +40,35 @@ def run_site(
     if site.record.split is Split.COLUMN:
         out_TN = x_TK.new_empty((*x_TK.shape[:-1], site.record.out_features))
         for rank in reversed(site.ranks):  # where ranks hold copies, the first one's stay
-            part = _run_rank(x_TK, weight_NK, bias_N, rank).to(x_TK.dtype)
+            part = _run_rank(x_TK, weight_NK, bias_N, rank, hs).to(x_TK.dtype)
             position = 0
             for start, stop in rank.outputs:
                 out_TN[..., start:stop] = part[..., position : position + stop - start]
                 position += stop - start
         return out_TN
     whole = next(rank for rank in site.ranks if rank.adds_bias)
-    return _run_rank(x_TK, weight_NK, bias_N, whole).to(x_TK.dtype)
+    return _run_rank(x_TK, weight_NK, bias_N, whole, hs).to(x_TK.dtype)
 
 
-def _run_rank(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, rank: RankSite) -> torch.Tensor:
-    """Return what one rank computes, in the wide dtype."""
+def exchange(x_TK: torch.Tensor, ranks: Sequence[RankSite]) -> tuple[torch.Tensor, ...]:
+    """Return the whole intermediate of every fully sharded term, as the ranks have it after they exchanged theirs."""
+    whole = []
+    for parts in zip(*(rank.sharded for rank in ranks), strict=True):
+        held = [
+            shrink_part(take(x_TK, -1, rank.inputs), part) for rank, part in zip(ranks, parts, strict=True)
+        ]  # fmt: skip
+        whole.append(torch.cat(held, -1) if parts[0].gathered else torch.stack(held).sum(0))
+    return tuple(whole)
+
+
+def _run_rank(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    rank: RankSite,
+    hs: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return what one rank computes, in the wide dtype; `hs` are the intermediates of fully sharded terms."""
     dtype = wide(x_TK, weight_NK)
     x = take(x_TK, -1, rank.inputs).to(dtype)
     weight = take(take(weight_NK, 0, rank.outputs), 1, rank.inputs).to(dtype)
@@ -58,4 +79,7 @@ def _run_rank(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor 
     delta_y = None
     if slots.rotation is not None and slots.delta is not None:
         delta_y = rotate(x, slots.delta, slots.rotation) @ weight.T
-    return apply_site(y, x, delta_y, slots, out_dtype=dtype)
+    out = apply_site(y, x, delta_y, slots, out_dtype=dtype)
+    for h, term in zip(hs, rank.sharded, strict=True):
+        out = add_part(out, h, term)
+    return out

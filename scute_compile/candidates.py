@@ -47,6 +47,26 @@ class SiteShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TermShape:
+    """What one rank holds of a low-rank term; of a fully sharded one it holds less than the site's own cut says."""
+
+    rows: int
+    """Of A, and entries of d."""
+    inputs: int
+    rank: int
+    """Rows of B."""
+    columns: int
+    """Of B, and entries of e."""
+    width: int
+    """Bytes per stored value."""
+
+    @property
+    def pair(self) -> int:
+        """Bytes of A and B."""
+        return (self.rows * self.inputs + self.rank * self.columns) * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turned:
     """A site of a fused GEMM as the choice for its rotations sees it."""
 
@@ -93,24 +113,23 @@ def shift_candidates(site: SiteShape, workload: Workload) -> list[Candidate]:
     ]
 
 
-def inner_candidates(site: SiteShape, workload: Workload, *, rank: int) -> list[Candidate]:
-    """Return the routes of `d` between shared factors of `rank`."""
-    return _beside_pair(site, workload, rank=rank, length=rank, route=Route.SHRINK)
+def inner_candidates(term: TermShape, workload: Workload) -> list[Candidate]:
+    """Return the routes of `d` between shared factors."""
+    return _beside_pair(term, workload, length=term.rows, route=Route.SHRINK)
 
 
-def outer_candidates(site: SiteShape, workload: Workload, *, rank: int) -> list[Candidate]:
-    """Return the routes of `e` after a shared B of `rank`."""
-    return _beside_pair(site, workload, rank=rank, length=site.outputs, route=Route.EXPAND)
+def outer_candidates(term: TermShape, workload: Workload) -> list[Candidate]:
+    """Return the routes of `e` after a shared B."""
+    return _beside_pair(term, workload, length=term.columns, route=Route.EXPAND)
 
 
-def _beside_pair(site: SiteShape, workload: Workload, *, rank: int, length: int, route: Route) -> list[Candidate]:
-    pair = rank * (site.inputs + site.outputs) * site.width
-    live = pair + workload.tenants * length * site.width
+def _beside_pair(term: TermShape, workload: Workload, *, length: int, route: Route) -> list[Candidate]:
+    live = term.pair + workload.tenants * length * term.width
     return [
         Candidate(route=route, moved=live),
         Candidate(route=Route.SEPARATE_PASS, moved=live + _over(length, workload), launches=1, exact=False),
         # Each tenant then owns a pair of its own, as a plain LoRA does: the same two launches serve it.
-        Candidate(route=Route.MERGED_COPY, moved=workload.tenants * pair, exact=False),
+        Candidate(route=Route.MERGED_COPY, moved=workload.tenants * term.pair, exact=False),
     ]
 
 

@@ -20,7 +20,7 @@ import typer
 from scute_compile import __version__
 from scute_compile.codes import Code
 from scute_compile.diagnostics import Diagnostic, ScuteError, printable
-from scute_compile.target import DType, Target, Workload
+from scute_compile.target import DType, LoraSharding, Target, Workload
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +44,9 @@ Base = Annotated[
     str | None, typer.Option("--base", help="The base model: a folder or a Hub id. Default: the adapter's own.")
 ]
 Ranks = Annotated[int, typer.Option("--tp", min=1, max=1024, help="Tensor-parallel ranks.")]
+Sharding = Annotated[
+    LoraSharding, typer.Option("--lora-sharding", help="How ranks share A and B; full: both of them are cut.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Tenants = Annotated[int, typer.Option(min=1, help="Distinct adapters in a decode step, for routes.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Rows in a decode step, for routes.")]
@@ -81,6 +84,7 @@ def compile_command(
     *,
     base: Base = None,
     tp: Ranks = 1,
+    lora_sharding: Sharding = LoraSharding.DEFAULT,
     out: Annotated[Path, typer.Option("--out", "-o", help="The store that artifacts go to.")] = Path("scute-store"),
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     name: Annotated[str, typer.Option(help="The artifact's name. Default: the adapter folder's.")] = "",
@@ -92,7 +96,8 @@ def compile_command(
     from scute_compile.commands import compile_adapters
     from scute_compile.outcomes import envelope, render
 
-    target = Target(tp=tp, dtype=_dtype(dtype), workload=Workload(tenants=tenants, tokens=tokens))
+    workload = Workload(tenants=tenants, tokens=tokens)
+    target = Target(tp=tp, dtype=_dtype(dtype), workload=workload, lora_sharding=lora_sharding)
     outcomes = compile_adapters(adapters, base, target, out, name=name, quiet=as_json)
     if as_json:
         _print_json(envelope("compile", store=str(out), adapters=[item.to_json() for item in outcomes]))
@@ -102,12 +107,19 @@ def compile_command(
 
 
 @app.command()
-def check(paths: Paths, *, base: Base = None, tp: Ranks = 1, as_json: Json = False) -> None:
+def check(
+    paths: Paths,
+    *,
+    base: Base = None,
+    tp: Ranks = 1,
+    lora_sharding: Sharding = LoraSharding.DEFAULT,
+    as_json: Json = False,
+) -> None:
     """Say whether adapters would compile and be exact; reads no base weights."""
     from scute_compile.commands import check_paths
     from scute_compile.outcomes import envelope, render
 
-    outcomes = check_paths(paths, base, Target(tp=tp))
+    outcomes = check_paths(paths, base, Target(tp=tp, lora_sharding=lora_sharding))
     if as_json:
         _print_json(envelope("check", adapters=[item.to_json() for item in outcomes]))
     else:
@@ -116,11 +128,18 @@ def check(paths: Paths, *, base: Base = None, tp: Ranks = 1, as_json: Json = Fal
 
 
 @app.command()
-def inspect(path: OnePath, *, base: Base = None, tp: Ranks = 1, as_json: Json = False) -> None:
+def inspect(
+    path: OnePath,
+    *,
+    base: Base = None,
+    tp: Ranks = 1,
+    lora_sharding: Sharding = LoraSharding.DEFAULT,
+    as_json: Json = False,
+) -> None:
     """Show an adapter's or an artifact's method, sites, ranks, slots, owners and bytes."""
     from scute_compile.commands import inspect_path
 
-    report = inspect_path(path, base, Target(tp=tp))
+    report = inspect_path(path, base, Target(tp=tp, lora_sharding=lora_sharding))
     if as_json:
         _print_json(report.to_json())
     else:
@@ -133,6 +152,7 @@ def explain_folds(
     *,
     base: Base = None,
     tp: Ranks = 1,
+    lora_sharding: Sharding = LoraSharding.DEFAULT,
     site: Annotated[str | None, typer.Option(metavar="GLOB", help="Only sites whose name matches.")] = None,
     tenants: Tenants = 16,
     tokens: Tokens = 16,
@@ -141,7 +161,8 @@ def explain_folds(
     """Say what became of every slot: its neighbours and their owners, merged or live, why, and the route."""
     from scute_compile.commands import explain_path
 
-    report = explain_path(path, base, Target(tp=tp, workload=Workload(tenants=tenants, tokens=tokens)), site)
+    workload = Workload(tenants=tenants, tokens=tokens)
+    report = explain_path(path, base, Target(tp=tp, workload=workload, lora_sharding=lora_sharding), site)
     if as_json:
         _print_json(report.to_json())
     else:

@@ -191,9 +191,33 @@ class Code(Enum):
         "It is used by a running step, or pinned, or present under that name already; it can't be evicted, removed or "
         "added.",
     )
+    SC807 = (
+        "the request can never be served",
+        "It has no tokens, or with those to come it is longer than the model or the cache allows. Others go on.",
+    )
+    SC808 = (
+        "the first token would come too late",
+        "With early abort, a request that can't meet its first-token deadline by the stated service times is dropped "
+        "before any work is done for it.",
+    )
+    SC809 = (
+        "the model can't be served step by step",
+        "Requests join and leave on transformers' continuous batching, which the installed version doesn't offer, or "
+        "which doesn't compute what the model computes.",
+    )
+    SC810 = (
+        "the adapter changed under a request",
+        "It was replaced after the request had begun: the cache holds what the old one computed, so no token that "
+        "followed would be either's.",
+    )
     SC811 = (
         "the engine can't serve the adapter",
         "A rank, a slot or a layer is beyond what the serving engine was started with, or beyond what its layers do.",
+    )
+    SC812 = (
+        "the runtime doesn't serve fully sharded terms",
+        "With `--lora-sharding full` a rank holds a part of both factors, so that ranks must exchange what stands "
+        "between them; a runtime that doesn't would add a part of the adapter and call it all.",
     )
 
     @property

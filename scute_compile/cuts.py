@@ -7,11 +7,12 @@ by part and in whole heads; row layers by input; key and value heads are copied 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import Diagnostic, ScuteError
 from scute_compile.expressions import Ranges
-from scute_compile.ir import Cut
+from scute_compile.ir import Cut, TermCut
 from scute_compile.model import Linear, Part, Split
 
 MOST_RANKS = 64
@@ -36,6 +37,30 @@ def cut(linear: Linear, tp: int) -> Cut:
     elif tp > 1 and linear.split is Split.ROW:
         inputs = tuple(_held(linear.parts, rank, tp) for rank in range(tp))
     return Cut(inputs=inputs, outputs=outputs)
+
+
+def cut_term(linear: Linear, rank: int, tp: int) -> TermCut:
+    """Return what each of `tp` ranks holds of a fully sharded term of `rank` (arXiv:2311.03285 section 6).
+
+    Column layers: the term's rank is divided, since outputs are. Row layers: outputs are, since inputs are. What the
+    base holds whole stays whole.
+    """
+    if tp > 1 and linear.split is Split.COLUMN:
+        return TermCut(rows=shares(rank, tp))
+    if tp > 1 and linear.split is Split.ROW:
+        return TermCut(columns=shares(linear.out_features, tp))
+    return TermCut()
+
+
+def shares(size: int, tp: int) -> Ranges:
+    """Divide `size` entries into `tp` intervals, in order, the first ones longer by one where it doesn't come out even.
+
+    >>> shares(5, 2), shares(2, 3)
+    (((0, 3), (3, 5)), ((0, 1), (1, 2), (2, 2)))
+    """
+    each, more = divmod(size, tp)
+    edges = [rank * each + min(rank, more) for rank in range(tp + 1)]
+    return tuple(pairwise(edges))
 
 
 def obstacle(linear: Linear, tp: int) -> Diagnostic | None:

@@ -25,7 +25,7 @@ from scute_compile.inspect_views import (
 from scute_compile.ir import Stage
 from scute_compile.outcomes import envelope
 from scute_compile.passes.records import finding_record
-from scute_compile.target import DType
+from scute_compile.target import DType, LoraSharding
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,6 +71,7 @@ class InspectReport:
     dtype: DType | None
     """None for an adapter: not chosen yet."""
     tp: int
+    lora_sharding: LoraSharding
     base: BaseView
     planned_for_base: bool
     """Whether sizes, cuts and routes are the base's; False for an adapter looked at alone."""
@@ -105,6 +106,7 @@ class InspectReport:
             settings=dict(self.settings),
             dtype=self.dtype.value if self.dtype else None,
             tp=self.tp,
+            lora_sharding=self.lora_sharding.value,
             base={
                 "name": base.name,
                 "model_type": base.model_type,
@@ -150,6 +152,7 @@ def inspect_program(planned: Planned) -> InspectReport:
         settings=program.settings,
         dtype=None,
         tp=program.target.tp if routed else 1,
+        lora_sharding=program.target.lora_sharding if routed else LoraSharding.DEFAULT,
         base=BaseView(name=said if isinstance(said, str) and said else None),
         planned_for_base=routed,
         sites=tuple(planned_site(site) for site in program.sites),
@@ -171,6 +174,7 @@ def inspect_artifact(artifact: Artifact) -> InspectReport:
         settings=tuple(manifest.settings.items()),
         dtype=manifest.dtype,
         tp=manifest.tp,
+        lora_sharding=manifest.lora_sharding,
         base=BaseView(name=base.name, model_type=base.model_type, structure=base.structure, content=base.content),
         planned_for_base=True,
         sites=tuple(recorded_site(site, (manifest.dtype,)) for site in manifest.sites),

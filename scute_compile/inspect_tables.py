@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from scute_compile.cost_report import readable
 from scute_compile.diagnostics import printable
 from scute_compile.inspect_views import SiteView, SlotView
-from scute_compile.target import DType
+from scute_compile.target import DType, LoraSharding
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,10 +57,11 @@ def _heading(report: InspectReport) -> Iterator[str]:
     ]
     words = [word for word in (base.model_type, *hashes) if word]
     yield f"base      {base.name or 'not named'}" + (f" ({', '.join(words)})" if words else "")
+    full = ", fully sharded" if report.lora_sharding is LoraSharding.FULL else ""
     if report.dtype is not None:
-        yield f"held in   {report.dtype}, tp {report.tp}"
+        yield f"held in   {report.dtype}, tp {report.tp}{full}"
     elif report.planned_for_base:
-        yield f"planned   tp {report.tp}; sizes as a float32 and as a bfloat16 artifact"
+        yield f"planned   tp {report.tp}{full}; sizes as a float32 and as a bfloat16 artifact"
     else:
         yield "planned   without a base: no cuts and no routes, and sizes that only the base tells are missing"
     if not report.sites:

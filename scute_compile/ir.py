@@ -95,11 +95,23 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TermCut:
+    """What each rank holds of a low-rank term beyond the site's own cut: an interval per rank, in order, some empty."""
+
+    rows: Ranges | None = None
+    """Of the term's rank: rows of A, and d. None: every rank holds all."""
+    columns: Ranges | None = None
+    """Of the site's outputs: columns of B, and e. None: the outputs that the rank holds of the site."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """What each rank holds of a site's two axes, one entry per rank."""
 
     inputs: tuple[Ranges, ...]
     outputs: tuple[Ranges, ...]
+    terms: tuple[TermCut, ...] = ()
+    """One per low-rank term when these are cut as well; empty when they follow the site's axes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

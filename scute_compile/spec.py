@@ -96,6 +96,23 @@ def every_rank_has_a_cut(site: Site) -> Iterator[str]:
             yield f"ranges {ranges} of {size}"
 
 
+def every_term_has_a_cut_or_none_has(site: Site) -> Iterator[str]:
+    """After sharding, all terms of a site are divided among all ranks beyond its own cut, in order, or none is."""
+    if site.cut is None or not site.cut.terms:
+        return
+    if len(site.cut.terms) != len(site.terms):
+        yield f"{len(site.cut.terms)} cuts for {len(site.terms)} terms"
+        return
+    for term, held in zip(site.terms, site.cut.terms, strict=True):
+        for intervals, size in ((held.rows, term.rank), (held.columns, site.linear.out_features)):
+            if intervals is None:
+                continue
+            edges = [0, *(stop for _, stop in intervals)]
+            starts = [start for start, _ in intervals]
+            if starts != edges[:-1] or edges != sorted(edges) or edges[-1] != size:
+                yield f"intervals {intervals} of {size}"
+
+
 def every_live_slot_has_a_route(site: Site) -> Iterator[str]:
     """After routing, s, b, R and each d and e have a route."""
     live = [slot for slot, value in (("R", site.rotation), ("s", site.s), ("b", site.b)) if value is not None]
@@ -124,6 +141,7 @@ SPEC: tuple[tuple[Stage, Stage, Invariant], ...] = (
     (Stage.FOLDED, Stage.ROUTED, slots_beside_owned_factors_are_merged),
     (Stage.FOLDED, Stage.ROUTED, site_is_not_empty),
     (Stage.SHARDED, Stage.ROUTED, every_rank_has_a_cut),
+    (Stage.SHARDED, Stage.ROUTED, every_term_has_a_cut_or_none_has),
     (Stage.ROUTED, Stage.ROUTED, every_live_slot_has_a_route),
 )
 """(first stage, last stage, invariant)."""

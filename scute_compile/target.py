@@ -34,6 +34,16 @@ class DType(StrEnum):
         return {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[self.value]
 
 
+class LoraSharding(StrEnum):
+    """How the low-rank terms of a site are divided among tensor-parallel ranks."""
+
+    DEFAULT = "default"
+    """Along the axis by which the base's weight is cut: the other factor is whole on every rank."""
+    FULL = "full"
+    """Both factors (S-LoRA, arXiv:2311.03285 section 6): A by rank and B by output on column-parallel sites, A by input
+    and B by output on row-parallel ones."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The decode step that a route is recommended for. Units: bytes, seconds."""
@@ -58,3 +68,4 @@ class Target:
     dtype: DType | None = None
     """None: chosen from the base's dtype, and widened when values would not survive it."""
     workload: Workload = Workload()
+    lora_sharding: LoraSharding = LoraSharding.DEFAULT

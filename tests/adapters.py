@@ -108,6 +108,7 @@ RECIPES: Mapping[str, Recipe] = {
     "rsdora-patterns": Recipe(
         config=lambda sites: lora(use_dora=True, use_rslora=True, rank_pattern={sites.down: 3})(sites), method="dora"
     ),
+    "dora-rank-1": Recipe(config=lora(use_dora=True, r=1), method="dora"),
     "ia3": ia3(lambda sites: (sites.down,), lambda sites: sites.values),
     "ia3-inputs": ia3(
         lambda sites: (sites.attention_out, sites.feedforward[0], sites.down), lambda sites: sites.values

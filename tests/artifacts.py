@@ -33,6 +33,10 @@ class Written:
     outputs: Sequence[Ranges] | None = None
     shared: frozenset[str] = frozenset()
     """Factors that go to the store: `A0`, `B0`, ...; they may be wider than the site."""
+    rows: Ranges | None = None
+    """Fully sharded, on a column site: per rank its interval of every term's rank."""
+    columns: Ranges | None = None
+    """Fully sharded, on a row site: per rank its interval of the outputs."""
 
     def terms(self) -> int:
         """Number of low-rank terms."""
@@ -76,6 +80,7 @@ def write_artifact(
     files: list[dict[str, torch.Tensor]] = [{} for _ in range(tp)]
     factors: dict[str, dict[str, object]] = {}
     records = [_site(store, site, tp=tp, dtype=dtype, files=files, factors=factors) for site in sites]
+    full = any(site.rows or site.columns for site in sites)
     ranks = []
     for rank, tensors in enumerate(files):
         path = folder / f"rank-{rank:05d}-of-{tp:05d}.safetensors"
@@ -83,7 +88,8 @@ def write_artifact(
         raw = path.read_bytes()
         ranks.append({"file": path.name, "sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)})
     manifest: dict[str, object] = {
-        "schema_version": "1.0",
+        "schema_version": "1.1" if full else "1.0",
+        **({"lora_sharding": "full"} if full else {}),
         "tool": "scute 0.1.0",
         "name": name,
         "method": method,
@@ -142,7 +148,7 @@ def _site(
             if slot not in site.shared:
                 key = f"{site.name}.{slot}" if slot in ("dR", "ds", "b") else f"{site.name}.terms.{slot[1:]}.{slot[0]}"
                 stored = torch.float32 if slot == "b" else DTYPES[dtype]
-                files[rank][key] = _on_rank(site, slot, tensor, inputs[rank], outputs[rank]).to(stored)
+                files[rank][key] = _on_rank(site, slot, tensor, inputs[rank], outputs[rank], rank).to(stored)
     rotation = site.slots.get("dR")
     return {
         "name": site.name,
@@ -163,6 +169,8 @@ def _site(
                 "b": windows.get(f"B{number}"),
                 "d": f"d{number}" in site.slots,
                 "e": f"e{number}" in site.slots,
+                **({"rows": site.rows} if site.rows else {}),
+                **({"columns": site.columns} if site.columns else {}),
             }
             for number in range(site.terms())
         ],
@@ -176,15 +184,19 @@ def _rotation(delta: torch.Tensor) -> dict[str, object]:
     return {"kind": "blocks", "block": delta.shape[1], "blocks": delta.shape[0]}
 
 
-def _on_rank(site: Written, slot: str, tensor: torch.Tensor, inputs: Ranges, outputs: Ranges) -> torch.Tensor:
+def _on_rank(
+    site: Written, slot: str, tensor: torch.Tensor, inputs: Ranges, outputs: Ranges, rank: int
+) -> torch.Tensor:
+    if site.rows and slot[0] in "Ad" and slot[1:].isdigit():
+        return _cut(tensor, 0, [site.rows[rank]])
+    if site.columns and slot[0] in "Be" and slot[1:].isdigit():
+        return _cut(tensor, tensor.ndim - 1, [site.columns[rank]])
     if slot == "dR" and tensor.ndim == 3:
         size = tensor.shape[1]
         blocks = [[start // size, stop // size] for start, stop in inputs]
         return tensor if tensor.shape[0] == 1 else _cut(tensor, 0, blocks)
     if slot == "dR":
         return _cut(tensor, 0, inputs)
-    if slot[0] == "A":
-        return _cut(tensor, 1, inputs)
-    if slot[0] == "B":
-        return _cut(tensor, 1, outputs)
+    if slot[0] in "AB":
+        return _cut(tensor, 1, inputs if slot[0] == "A" else outputs)
     return tensor if slot[0] == "d" and slot != "ds" else _cut(tensor, 0, outputs)

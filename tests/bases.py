@@ -166,6 +166,9 @@ BASES: Mapping[str, Base] = {
     ),
     "vision-language": Base(config=_vision_language, multimodal=True),
     "mistral-text": Base(config=lambda: transformers.MistralConfig(**SMALL, **FOUR_HEADS, head_dim=16)),
+    "mistral-window": Base(
+        config=lambda: transformers.MistralConfig(**SMALL, **FOUR_HEADS, head_dim=16, sliding_window=8)
+    ),
 }
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import typer
 
 from scute_compile.cli import app
 from scute_compile.demo import DemoReport, demo
+from tests.commands import scute_process
 from tests.readme import PICTURE, README, ROOT, WIDTH, commands, masked, picture, printed, with_map, with_outputs, words
 
 UPDATE = bool(os.environ.get("SCUTE_UPDATE_GOLDEN"))
@@ -106,3 +108,21 @@ def test_the_example_program_serves_every_adapter_of_the_demo(example: tuple[Pat
     said = [line.split() for line in done.stdout.splitlines()]
     assert {line[0] for line in said} == {"base", "lora", "dora", "ia3", "vera", "oft", "adalora"}
     assert len({line[-1] for line in said}) > 1
+
+
+def test_the_changing_batch_is_the_readmes_and_serves_both_requests(example: tuple[Path, DemoReport]) -> None:
+    program = ROOT / "examples" / "changing_batch.py"
+    text = program.read_text(encoding="utf-8")
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", readme(), re.DOTALL) if "ContinuousBatch" in code)
+    assert textwrap.indent(block, "    ") in text
+    compile_it, run_it = (line.split() for line in text.splitlines()[3:5])
+    assert scute_process(*compile_it[1:], cwd=example[0]).code == 0
+    done = subprocess.run(
+        [sys.executable, program, *run_it[2:]], cwd=example[0], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert [name for name, _ in said].count("dora") == 8
+    assert [name for name, _ in said].count("vera") == 4
+    assert said[2][0] == "dora"
+    assert {name for name, _ in said[3:9]} == {"dora", "vera"}

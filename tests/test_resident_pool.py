@@ -193,6 +193,21 @@ def test_more_distinct_adapters_than_slots_are_refused_before_anything_moves() -
     assert list(pool.resident) == ["t1"]
 
 
+def test_what_fits_together_is_told_without_moving_anything() -> None:
+    pool = pool_of(200, 2)
+    for number in range(3):
+        pool.add(f"n{number}", image("lora", number))
+    pool.ensure(["n0"])
+    assert pool.fits(["n1", "n2"])
+    assert not pool.fits(["n0", "n1", "n2"])
+    pool.pin("n0")
+    assert pool.fits(["n1", "n0", "n1"])
+    assert not pool.fits(["n1", "n2"])
+    assert tuple(pool.resident) == ("n0",)
+    with pytest.raises(ScuteError, match="SC802"):
+        pool.fits(["nobody"])
+
+
 def test_an_adapter_larger_than_the_pool_says_both_sizes() -> None:
     large = image("dora", 12)
     pool = pool_of(large.pages - 1, 2)

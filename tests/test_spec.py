@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scute_compile.expressions import Fill, Ref, Source
-from scute_compile.ir import Cut, Factor, Owner, Program, Rotation, RotationKind, Site, Stage, Term
+from scute_compile.ir import Cut, Factor, Owner, Program, Rotation, RotationKind, Site, Stage, Term, TermCut
 from scute_compile.spec import SPEC, verify
 from tests.programs import METHODS, linear, value
 
@@ -72,6 +72,21 @@ BROKEN: dict[str, tuple[str, Stage, Site]] = {
     "no cut": ("every_rank_has_a_cut", Stage.SHARDED, site(cut=None)),
     "an empty cut": ("every_rank_has_a_cut", Stage.SHARDED, site(cut=replace(WHOLE, outputs=(((3, 3),),)))),
     "a cut beyond the layer": ("every_rank_has_a_cut", Stage.ROUTED, site(cut=replace(WHOLE, inputs=(((0, 9),),)))),
+    "a term without its cut": (
+        "every_term_has_a_cut_or_none_has",
+        Stage.SHARDED,
+        site(cut=replace(WHOLE, terms=(TermCut(),) * 2)),
+    ),
+    "a row that two ranks hold": (
+        "every_term_has_a_cut_or_none_has",
+        Stage.ROUTED,
+        site(cut=replace(WHOLE, terms=(TermCut(rows=((0, 2), (1, 2))),))),
+    ),
+    "an output that no rank holds": (
+        "every_term_has_a_cut_or_none_has",
+        Stage.SHARDED,
+        site(cut=replace(WHOLE, terms=(TermCut(columns=((0, 5),)),))),
+    ),
     "s without a route": ("every_live_slot_has_a_route", Stage.ROUTED, site(s=value("s", 6))),
     "e without a route": (
         "every_live_slot_has_a_route",

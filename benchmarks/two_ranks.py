@@ -1,0 +1,330 @@
+"""Adapters of all five methods on several ranks: exactness in both layouts, communication, step times.
+
+    python benchmarks/two_ranks.py                                 # tiny shapes over gloo, or Llama-3.1-8B's over NCCL
+    python benchmarks/two_ranks.py --ranks 2 --layers 4 --work kept --json two_ranks.json
+
+One batch holds nine adapters (LoRA twice, DoRA, rank-stabilised DoRA on attention, IA3, VeRA twice on one shared pair,
+OFT twice) and a row of the base. Each row is compared with PEFT in float32 and with a run on one rank. Steps have one
+token per tenant. Kernels serve the default layout where there is a GPU, in a CUDA graph when the model lets itself be
+captured; the fully sharded layout runs on reference operations, whose times say nothing about what kernels would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from rank_models import NINE, Shapes, compile_all, peft_logprobs, tiny, write_adapters, write_base
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.spawn import start_processes
+
+from scute_compile.formats.artifact import open_artifact
+from scute_compile.model import Split
+from scute_compile.runtime_min.distributed_layers import RankModel
+from scute_compile.runtime_min.load_time_norms import shard_scale
+from scute_compile.runtime_min.rank_group import Purpose, RankGroup
+from scute_compile.runtime_min.served_ranks import serve_rank
+from scute_compile.runtime_min.site_slots import take
+from scute_compile.runtime_min.verification import load_model
+from scute_compile.target import LoraSharding
+
+FIVE = ("lora-a", "dora", "ia3", "vera-v", "oft-a")
+CUDA = torch.cuda.is_available()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What every process needs to know."""
+
+    work: Path
+    shapes: Shapes
+    ranks: int
+    tokens: int
+    tenants: int
+    repeats: int
+
+    @property
+    def base(self) -> Path:
+        """The base's folder."""
+        return self.work / "base"
+
+    def store(self, layout: str, size: int) -> Path:
+        """The store of a layout."""
+        return self.work / f"store-{layout}-{size}"
+
+    def model(self, rank: int) -> torch.nn.Module:
+        """The whole base on a rank's device."""
+        return load_model(self.base, getattr(torch, self.shapes.dtype)).to(device_of(rank))
+
+    def ids(self) -> torch.Tensor:
+        """Tokens `(10, tokens)`."""
+        generator = torch.Generator().manual_seed(7)
+        return torch.randint(0, self.shapes.vocabulary, (len(NINE) + 1, self.tokens), generator=generator)
+
+
+def device_of(rank: int) -> torch.device:
+    """Return the rank's device."""
+    return torch.device("cuda", rank) if CUDA else torch.device("cpu")
+
+
+def worker(rank: int, run: Run, size: int) -> None:
+    """Do everything that ranks do together; the first one writes it down."""
+    if CUDA:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group(
+            "nccl" if CUDA else "gloo", init_method=f"file://{run.work / f'meeting-{size}'}", rank=rank, world_size=size
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    facts: dict[str, object] = {}
+    layouts = ("default", "full") if size > 1 else ("default",)
+    for layout in layouts:
+        tensors[layout], facts[f"{layout} traffic"] = mixed_batch(run, rank, size, layout)
+    if size > 1:
+        facts["dora scale error"] = scale_error(run, size)
+    facts["steps"] = steps(run, rank, size)
+    if rank == 0:
+        save_file(tensors, run.work / f"answers-{size}.safetensors")
+        (run.work / f"facts-{size}.json").write_text(json.dumps(facts))
+    if size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def mixed_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Tensor, dict[str, object]]:
+    """Return the batch's log-probabilities on the CPU, and what one decode step of plain LoRA sends."""
+    model = RankModel(run.model(rank))
+    for name in NINE:
+        model.load(name, run.store(layout, size) / name)
+    logits = model(input_ids=run.ids().to(device_of(rank)), adapter_ids=[*NINE, None]).logits
+    found = torch.log_softmax(logits.float(), -1).cpu()
+    model.load("attention", run.store(layout, size) / "attention")
+    traffic: dict[str, object] = {}
+    step = run.ids()[:1, :1].expand(run.tenants, 1).to(device_of(rank))
+    for name in ("attention", "lora-a"):
+        model.traffic.reset()
+        model(input_ids=step, adapter_ids=[name] * run.tenants)
+        traffic[name] = {purpose.value: sent for purpose, sent in model.traffic.sent.items()}
+    return found, traffic
+
+
+def scale_error(run: Run, size: int) -> float:
+    """Return the largest error of DoRA's s computed from this rank's shards, beside the compiled one."""
+    ranks, model = RankGroup(), load_model(run.base)
+    artifact = open_artifact(run.work / "scale-store" / "dora")
+    raw = load_file(run.work / "adapters" / "dora" / "adapter_model.safetensors")
+    file = load_file(artifact.rank_path(ranks.rank))
+    worst = torch.zeros((), dtype=torch.float64)
+    for record in artifact.manifest.sites:
+        key = f"base_model.model.{record.name}.lora_"
+        inputs, outputs = record.inputs[ranks.rank], record.outputs[ranks.rank]
+        weight = take(take(model.get_parameter(f"{record.name}.weight").detach(), 0, outputs), 1, inputs)
+        a, b = take(raw[f"{key}A.weight"], 1, inputs), take(raw[f"{key}B.weight"], 0, outputs).T
+        held = [x.to(device_of(ranks.rank)) for x in (weight, a, b, take(raw[f"{key}magnitude_vector"], 0, outputs))]
+        s = shard_scale(*held[:3], 1.0, held[3], split=Split(record.split), ranks=ranks).cpu()
+        worst = torch.maximum(worst, (s - 1 - file[f"{record.name}.ds"].double()).abs().max())
+    worst = worst.to(device_of(ranks.rank))
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def steps(run: Run, rank: int, size: int) -> dict[str, object]:
+    """Return the milliseconds of decode steps, by pool and by what executes them."""
+    lora = [f"{('lora-a', 'lora-b')[i % 2]}" for i in range(run.tenants)]
+    five = [FIVE[i % len(FIVE)] for i in range(run.tenants)]
+    step = run.ids()[:1, :1].expand(run.tenants, 1).contiguous().to(device_of(rank))
+    found: dict[str, object] = {}
+    pages = 64 + sum(path.stat().st_size for path in run.store("default", size).glob("*/rank-0*")) * run.tenants // 2048
+    served, _ = serve_rank(
+        run.model(rank), slots=run.tenants, num_pages=pages, max_tokens=run.tenants, max_rows=run.tenants,
+        shared_pages=65536 if CUDA else 1024,
+    )  # fmt: skip
+    for pool, names in (("base", []), ("plain LoRA", lora), ("five methods", five)):
+        for i, name in enumerate(names):
+            served.load(f"{name} {i}", run.store("default", size) / name)
+        rows = [f"{name} {i}" for i, name in enumerate(names)] or [None] * run.tenants
+        with served.step(rows, [1] * run.tenants), torch.no_grad():
+            found[f"{pool}, pool"] = timed(lambda m=served.model: m(input_ids=step, use_cache=False), run.repeats)
+        for row in filter(None, rows):
+            served.unload(row)
+    del served
+    for layout in ("default", "full") if size > 1 else ("default",):
+        ranked = RankModel(run.model(rank))
+        for pool, names in (("plain LoRA", lora), ("five methods", five)):
+            for i, name in enumerate(names):
+                ranked.load(f"{pool} {name} {i}", run.store(layout, size) / name)
+            with ranked.using([f"{pool} {name} {i}" for i, name in enumerate(names)]):
+                found[f"{pool}, reference, {layout}"] = timed(
+                    lambda m=ranked.model: m(input_ids=step, use_cache=False), run.repeats
+                )
+    return found
+
+
+def timed(call: Callable[[], object], repeats: int) -> dict[str, object]:
+    """Return the median milliseconds of a call: of a graph's replay where the device lets it be captured."""
+    graph = None
+    if CUDA:
+        call, graph = captured(call)
+    times = []
+    for _ in range(repeats + 2):
+        if dist.is_initialized():
+            dist.barrier()
+        if CUDA:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if CUDA:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return {"ms": statistics.median(times[2:]), "graph": graph is not None}
+
+
+def captured(call: Callable[[], object]) -> tuple[Callable[[], object], torch.cuda.CUDAGraph | None]:
+    """Return a graph's replay in the place of a call, or the call itself when it can't be captured on every rank."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+    except RuntimeError as error:
+        print(f"no graph: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+        torch.cuda.synchronize()
+        return call, None
+    return graph.replay, graph
+
+
+def prepare(run: Run) -> None:
+    """Write the base and the adapters, and compile them for each number of ranks and layout; what is there stays."""
+    if (run.work / "scale-store").exists():
+        return
+    write_base(run.shapes, run.base)
+    write_adapters(run.shapes, run.base, run.work / "adapters")
+    for size, layout in {(1, "default"), (run.ranks, "default"), (run.ranks, "full")}:
+        compile_all(run.base, run.work / "adapters", run.store(layout, size), tp=size, sharding=LoraSharding(layout),
+                    dtype=run.shapes.dtype)  # fmt: skip
+    dora = run.work / "dora-alone"
+    dora.mkdir()
+    (dora / "dora").symlink_to(run.work / "adapters" / "dora")
+    compile_all(run.base, dora, run.work / "scale-store", tp=run.ranks, sharding=LoraSharding.DEFAULT, dtype="float32")
+
+
+def compared(run: Run) -> list[dict[str, object]]:
+    """Return one row per adapter: errors against PEFT and against one rank, over the adapter's effect."""
+    ids, device = run.ids(), device_of(0)
+    one = load_file(run.work / "answers-1.safetensors")["default"]
+    many = load_file(run.work / f"answers-{run.ranks}.safetensors")
+    plain = peft_logprobs(run.base, None, ids, device)
+    rows = []
+    for row, name in enumerate((*NINE, "base")):
+        theirs, effect = plain[row], 1.0
+        if name != "base":
+            theirs = peft_logprobs(run.base, run.work / "adapters" / name, ids[row : row + 1], device)[0]
+            effect = (theirs - plain[row]).abs().mean().item()
+        found = {"adapter": name, "effect": effect, "one rank": _error(one[row], theirs, effect)}
+        for layout in ("default", "full"):
+            found[layout] = _error(many[layout][row], theirs, effect)
+            found[f"{layout} - one rank"] = _error(many[layout][row], one[row], effect)
+        rows.append(found)
+    return rows
+
+
+def _error(ours: torch.Tensor, theirs: torch.Tensor, effect: float) -> float:
+    return (ours - theirs).abs().mean().item() / effect
+
+
+def communication(run: Run, facts: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, object]]:
+    """Return what plain LoRA adds to a step's transfers, beside S-LoRA's figure (arXiv:2311.03285 section 6.3)."""
+    shapes, rows = run.shapes, []
+    for name, share, formula in (
+        ("attention", 0.5, 5 * shapes.rank / (2 * shapes.hidden)),
+        ("lora-a", 1.0, 9 * shapes.rank / (4 * shapes.hidden)),
+    ):
+        for layout in ("default", "full"):
+            sent = facts[f"{layout} traffic"][name]
+            base = share * sent[Purpose.BASE]
+            rows.append({"adapter": name, "layout": layout, "base bytes": base, "adapter bytes":
+                         sent[Purpose.ADAPTERS], "ratio": sent[Purpose.ADAPTERS] / base,
+                         "S-LoRA's": formula if layout == "full" else 0.0})  # fmt: skip
+    return rows
+
+
+def show(title: str, rows: Sequence[dict[str, object]], console: Console) -> None:
+    """Print rows as a table."""
+    table = Table(*rows[0], title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    console.print(table)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
+    parser.add_argument("--layers", type=int, help="of the base")
+    parser.add_argument("--tiny", action="store_true", default=not CUDA, help="tiny shapes; always so without a GPU")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--tokens", type=int, default=16, help="per row of the mixed batch")
+    parser.add_argument("--tenants", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--work", type=Path, help="keep base, adapters and artifacts there for further runs")
+    parser.add_argument("--json", type=Path, help="where the numbers go")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run everything, print tables, write the JSON."""
+    options = arguments()
+    shapes = tiny(options.ranks) if options.tiny else Shapes()
+    shapes = replace(shapes, layers=options.layers or shapes.layers, dtype=options.dtype or shapes.dtype)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    console = Console(width=140)
+    with TemporaryDirectory() as folder:
+        run = Run(
+            work=(options.work or Path(folder)).resolve(), shapes=shapes, ranks=options.ranks, tokens=options.tokens,
+            tenants=options.tenants, repeats=options.repeats,
+        )  # fmt: skip
+        run.work.mkdir(parents=True, exist_ok=True)
+        prepare(run)
+        for size in (1, run.ranks):
+            (run.work / f"meeting-{size}").unlink(missing_ok=True)
+            start_processes(worker, (run, size), nprocs=size, start_method="spawn")  # type: ignore[no-untyped-call]
+        facts = {size: json.loads((run.work / f"facts-{size}.json").read_text()) for size in (1, run.ranks)}
+        machine = f"{run.ranks} x {torch.cuda.get_device_name()}" if CUDA else f"{run.ranks} processes on a CPU"
+        errors, sent = compared(run), communication(run, facts[run.ranks])
+    pools = [{"pool": pool, "1 rank ms": facts[1]["steps"].get(pool, {}).get("ms", "-"),
+              f"{run.ranks} ranks ms": step["ms"], "graph": str(step["graph"])}
+             for pool, step in facts[run.ranks]["steps"].items()]  # fmt: skip
+    console.print(f"{machine}, torch {torch.__version__}, {asdict(shapes)}")
+    show("mean error of log-probabilities over the adapter's mean effect, against PEFT in float32", errors, console)
+    show("bytes that a rank sends per step; base: attention's half, or all", sent, console)
+    console.print(f"DoRA's s from the ranks' shards: {facts[run.ranks]['dora scale error']:.2e} from the compiled one")
+    show(f"decode step, {run.tenants} tenants", pools, console)
+    if options.json:
+        result = {"machine": machine, "torch": torch.__version__, "shapes": asdict(shapes), "errors": errors,
+                  "communication": sent, "dora scale error": facts[run.ranks]["dora scale error"],
+                  "steps": {str(size): found["steps"] for size, found in facts.items()}}  # fmt: skip
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

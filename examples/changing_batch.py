@@ -1,0 +1,37 @@
+"""Serves requests that join and leave one batch, each with its adapter, from artifacts that were compiled for tp 1.
+
+scute demo -o example
+scute compile example/adapters/dora example/adapters/vera --base example/base --out single
+python examples/changing_batch.py example/base single
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from scute_compile.runtime_min.continuous_batch import ContinuousBatch
+from scute_compile.runtime_min.queue_policy import Policy
+from scute_compile.runtime_min.served_model import ServedModel
+from scute_compile.runtime_min.tickets import Request
+
+
+def main(base: Path, store: Path) -> None:
+    """Print each request's tokens as they come; the second joins when the first has made two."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    served = ServedModel(model, slots=2, num_pages=4096, shared_pages=256)
+    for name in ("dora", "vera"):
+        served.load(name, store / name)
+    with ContinuousBatch(served, cache_tokens=2048, policy=Policy(patience=2.0)) as batch:
+        first = batch.submit(Request(prompt=(5, 6, 7), adapter="dora", max_new_tokens=8))
+        for event in batch.run():
+            print(event.ticket.request.adapter, event.tokens)
+            if event.ticket is first and len(first.tokens) == 2:
+                batch.submit(Request(prompt=(8, 9), adapter="vera", max_new_tokens=4))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

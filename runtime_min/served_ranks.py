@@ -1,0 +1,72 @@
+"""One rank of a model that the runtime's kernels serve: the pool holds this rank's part of every adapter.
+
+For artifacts of the default layout, in which ranks exchange nothing for adapters. Fully sharded ones are refused here;
+`scute_compile.runtime_min.distributed_layers` executes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scute_compile.model import Split
+from scute_compile.runtime_min.rank_cut import CutLayer, LayerCut, cut_layers, join_outputs, put_layers
+from scute_compile.runtime_min.rank_group import Purpose, RankGroup
+from scute_compile.runtime_min.served_model import ServedModel
+from scute_compile.runtime_min.site_slots import take
+
+
+def serve_rank(
+    model: torch.nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,  # noqa: ANN401 - ServedModel's own
+) -> tuple[ServedModel, RankGroup]:
+    """Cut a model for this rank, in place and for good, and serve adapters on it; all ranks make the same calls.
+
+    Row-parallel layers round each rank's partial sums to the model's dtype and add them up in it, as engines do.
+
+    Args:
+        model: A transformers model, the same on every rank.
+        group: The ranks' process group; None: the default one, or none for one rank.
+        options: What `ServedModel` takes, without `tp` and `rank`.
+
+    Raises:
+        ScuteError: SC501 when a layer doesn't divide over the ranks; what `ServedModel` raises.
+    """
+    ranks = RankGroup(group)
+    cuts = cut_layers(model, ranks.rank, ranks.size)
+    put_layers(model, cuts, {name: _plain(layer) for name, layer in cuts.items()})
+    served = ServedModel(model, tp=ranks.size, rank=ranks.rank, **options)
+    for name, layer in served.layers.items():
+        if name in cuts:
+            _join(layer, cuts[name].cut, ranks)
+    return served, ranks
+
+
+def _plain(layer: CutLayer) -> torch.nn.Linear:
+    outputs, inputs = layer.weight.shape
+    plain = torch.nn.Linear(inputs, outputs, bias=layer.bias is not None, device="meta")
+    plain.weight = torch.nn.Parameter(layer.weight, requires_grad=False)
+    if layer.bias is not None:
+        plain.bias = torch.nn.Parameter(layer.bias, requires_grad=False)
+    return plain.eval()
+
+
+def _join(layer: torch.nn.Module, cut: LayerCut, ranks: RankGroup) -> None:
+    """Let the ranks meet after a layer, and before it where its input comes whole."""
+
+    def own_inputs(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (take(args[0], -1, cut.inputs[ranks.rank]), *args[1:])
+
+    def together(_: torch.nn.Module, __: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        if cut.split is Split.ROW:
+            return ranks.add_up(out, Purpose.BASE)
+        return join_outputs(ranks.gather(out, Purpose.OUTPUTS), cut)
+
+    if cut.split is Split.ROW and not cut.arrives_cut:
+        layer.register_forward_pre_hook(own_inputs)
+    if cut.split is Split.ROW or (cut.split is Split.COLUMN and not cut.leaves_cut):
+        layer.register_forward_hook(together)
