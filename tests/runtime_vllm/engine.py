@@ -165,9 +165,17 @@ class Engine:
         self._send([name, arguments])
         return self._receive(PATIENCE)
 
-    def generate(self, rows: Sequence[Row], *, tokens: int = 8) -> tuple[Answer, ...]:
-        """Answer all rows in one batch, greedily."""
-        return _answers(rows, self.ask("generate", rows=[asdict(row) for row in rows], tokens=tokens))
+    def generate(self, rows: Sequence[Row], *, tokens: int = 8, partly: bool = False) -> tuple[Answer, ...]:
+        """Answer all rows in one batch, greedily.
+
+        A client of another process sees a refused request end without tokens, and reads why in the log: that is raised
+        as well, unless `partly` asks for the other rows.
+        """
+        written = len(self.log)
+        answers = _answers(rows, self.ask("generate", rows=[asdict(row) for row in rows], tokens=tokens))
+        if not partly and any(answer.ended == "abort" for answer in answers):
+            raise RefusedError(self.log[written:])
+        return answers
 
     def interrupted(
         self, rows: Sequence[Row], *, loading: Sequence[Adapter], steps: int = 3, tokens: int = 8

@@ -12,12 +12,13 @@ from tests.runtime_vllm.engine import Engine, RefusedError, Row, started
 from tests.runtime_vllm.tenants import BOUND, NINE, Tenants, prompt_of
 
 FIXED = (0, 33)
-"""The release in which base rows beside adapters came right on CPUs."""
+"""The release in which base rows beside adapters came right on CPUs; before it they got what is in the last slot."""
 
 
 @pytest.fixture(scope="module")
 def stock(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    with started(llama.base, shared_folder / "logs" / "off", settings={"VLLM_PLUGINS": "none"}) as running:
+    log = shared_folder / "logs" / "off"
+    with started(llama.base, log, settings={"VLLM_PLUGINS": "none"}, max_loras=1) as running:
         yield running
 
 
