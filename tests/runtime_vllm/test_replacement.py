@@ -206,6 +206,35 @@ def test_a_replacement_that_is_refused_leaves_no_trace(place: Place) -> None:
     _is_new_or_refused(place, "unloaded and loaded", "dora")
 
 
+def _cut_short(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+
+
+SPOILT: Mapping[str, tuple[bool, Callable[[Path], None]]] = {
+    "an artifact that is gone": (False, shutil.rmtree),
+    "an artifact that is cut short": (False, _cut_short),
+    "a folder that is gone": (True, shutil.rmtree),
+    "a folder that is cut short": (True, _cut_short),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_what_is_spoilt_on_disk_after_its_eviction_is_refused_and_the_rest_is_served(what: str, place: Place) -> None:
+    """The engine has to read it again in the middle of serving others."""
+    raw, spoil = SPOILT[what]
+    there = replace(place, raw=raw)
+    there.put("lora")
+    there.llama.assert_equal(there.ask(), "lora")
+    there.evict()
+    spoil(there.folder)
+    with pytest.raises(RefusedError, match=there.folder.name):
+        there.ask()
+    there.llama.assert_served(there.engine, "dora", None, "oft")
+    there.put("lora-twin")
+    _is_new_or_refused(there, "unloaded and loaded", "lora-twin")
+
+
 def test_two_names_for_one_place_and_one_name_for_two_places(place: Place, llama: Tenants, tmp_path: Path) -> None:
     place.put("lora")
     second = Place(engine=place.engine, llama=llama, folder=tmp_path / "other" / "tenant")
