@@ -15,7 +15,7 @@ from select import select
 from typing import Any, TypeVar
 
 PROGRAM = Path(__file__).with_name("engine_program.py")
-STARTING, PATIENCE = 240.0, 60.0
+STARTING, PATIENCE = 240.0, 180.0
 """Seconds that a start and an answer may take; on two idle cores it is 6 to 20, and less than one."""
 MOST_STARTS = 4
 SETTINGS = {
@@ -46,7 +46,12 @@ OPTIONS: Mapping[str, object] = {
 
 
 class RefusedError(Exception):
-    """What the engine refused, and the text that a user would read."""
+    """What the engine refused: the text that a user would read."""
+
+    def __init__(self, text: str, *, left: int = 0) -> None:
+        """Remember how many requests of the call the engine still has."""
+        super().__init__(text)
+        self.left = left
 
 
 Value = TypeVar("Value")
@@ -155,7 +160,10 @@ class Engine:
     def _receive(self, patience: float) -> Any:  # noqa: ANN401 - JSON
         answer = json.loads(self._line(patience))
         if "refused" in answer:
-            raise RefusedError(answer["refused"])
+            if "EngineDeadError" in answer["refused"]:
+                self._kill()
+                raise AssertionError(f"the engine died\n{answer['refused']}")
+            raise RefusedError(answer["refused"], left=answer["left"])
         return answer["value"]
 
     def ask(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - JSON

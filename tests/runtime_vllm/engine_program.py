@@ -1,7 +1,8 @@
 """One vLLM engine in a process of its own: reads commands from standard input, answers on a file descriptor.
 
-Every command is a line of JSON, `[name, arguments]`, and so is every answer: `{"value": ...}`, or `{"refused": text}`
-with the text of the whole chain of exceptions. The first line holds the engine's options.
+Every command is a line of JSON, `[name, arguments]`, and so is every answer: `{"value": ...}`, or `{"refused": text,
+"left": count}` with the text of the whole chain of exceptions, and how many requests of the call the engine still has.
+The first line holds the engine's options.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 Json = Any
+IN_ONE_PROCESS = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+STEPS = 100
+"""More than any request here needs."""
 
 
 def _request(adapter: Mapping[str, Json] | None) -> LoRARequest | None:
@@ -98,6 +102,21 @@ class Commands:
         """Return the numbers of the adapters that are loaded."""
         return sorted(self.llm.llm_engine.list_loras())
 
+    def left(self) -> int:
+        """Return how many requests are there for ever after a call was refused, and remove them.
+
+        With such a request the next call would never return. In several processes a step waits for the others, so this
+        can't be asked.
+        """
+        engine = self.llm.llm_engine
+        for _ in range(STEPS if IN_ONE_PROCESS else 0):
+            if not engine.has_unfinished_requests():
+                return 0
+            engine.step()
+        stale = list(engine.output_processor.request_states) if IN_ONE_PROCESS else []
+        engine.abort_request(stale, internal=True)
+        return len(stale)
+
 
 def _chain(error: BaseException | None) -> str:
     texts = []
@@ -107,24 +126,24 @@ def _chain(error: BaseException | None) -> str:
     return "\n".join(texts)
 
 
-def _answer(act: Callable[[], Json]) -> Json:
+def _answer(act: Callable[[], Json], left: Callable[[], int]) -> Json:
     try:
         return {"value": act()}
     except Exception as error:  # noqa: BLE001 - the test reads what was refused, and why
-        return {"refused": _chain(error)}
+        return {"refused": _chain(error), "left": left()}
 
 
 def main() -> None:
     """Serve commands until standard input ends."""
     with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
         commands: list[Commands] = []
-        started = _answer(lambda: commands.append(Commands(json.loads(sys.stdin.readline()))))
+        started = _answer(lambda: commands.append(Commands(json.loads(sys.stdin.readline()))), lambda: 0)
         print(json.dumps(started), file=answers)
         for line in sys.stdin if commands else ():
             name, arguments = json.loads(line)
             command = getattr(commands[0], name)
-            print(json.dumps(_answer(lambda: command(**arguments))), file=answers)  # noqa: B023 - called at once
-    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            print(json.dumps(_answer(lambda: command(**arguments), commands[0].left)), file=answers)  # noqa: B023 - called at once
+    if IN_ONE_PROCESS:
         os._exit(0)  # nothing to put away, and the interpreter takes seconds to take vLLM apart
 
 

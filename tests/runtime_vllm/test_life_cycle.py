@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row, started
+from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row
 from tests.runtime_vllm.tenants import SERVED, Tenants, prompt_of
 
-SLOTS, HELD = 2, 3
+HELD = 3
+"""Adapters that the engine holds."""
 EIGHT = ("lora", "oft", "ia3", "dora", "vera", "rsdora-attention", "oft-shared", "vera-twin")
 
 
-@pytest.fixture(scope="module")
-def engine(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / "life"
-    with started(
-        llama.base, log, max_loras=SLOTS, max_cpu_loras=HELD, enable_prefix_caching=True, block_size=32
-    ) as running:
-        yield running
+@pytest.fixture
+def engine(crowded: Engine) -> Engine:
+    return crowded
 
 
 def _adapter(llama: Tenants, name: str) -> Adapter:

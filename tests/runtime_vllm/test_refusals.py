@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.runtime_vllm.bad_adapters import BAD, a_folder_with_one_level_too_many
-from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Adapter, Engine, RefusedError, Row, started, tried
+from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row, started, tried
 from tests.runtime_vllm.tenants import Tenants, prompt_of
 
-PROCESSES = {"in one process": {}, "in several": SEVERAL_PROCESSES}
 
-
-@pytest.fixture(scope="module", params=PROCESSES)
-def engine(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / f"refusals-{request.param[-4:]}"
-    with started(llama.base, log, settings=PROCESSES[request.param]) as running:
-        yield running
+@pytest.fixture
+def engine(crowded: Engine) -> Engine:
+    return crowded
 
 
 def _serves_on(engine: Engine, llama: Tenants, refused: Adapter) -> None:
@@ -61,6 +57,14 @@ def test_a_request_for_what_was_never_loaded_is_refused_and_the_rest_is_served(
         llama.assert_equal(answers[0], "dora")
         llama.assert_equal(answers[2], None)
     _serves_on(engine, llama, bad)
+
+
+def test_a_refused_request_leaves_nothing_behind(engine: Engine, llama: Tenants) -> None:
+    """What is left would keep the next call waiting for ever."""
+    bad = llama.request(BAD["a changed byte"].made(llama))
+    with pytest.raises(RefusedError) as refused:
+        engine.generate([llama.row("dora", 1), Row(prompt=prompt_of(2), adapter=bad)])
+    assert refused.value.left == 0
 
 
 def test_what_was_refused_can_be_served_once_it_is_mended(engine: Engine, llama: Tenants, tmp_path: Path) -> None:

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Adapter, Answer, Engine, RefusedError, Row, started, tried
+from tests.runtime_vllm.engine import Adapter, Answer, Engine, RefusedError, Row, tried
 from tests.runtime_vllm.tenants import BOUND, Tenants, prompt_of
 
-PROCESSES = {"in one process": {}, "in several": SEVERAL_PROCESSES}
 BLOCK = 32
 """Tokens of a block of the cache: prompts are longer than one."""
 PAIRS = (("lora", "dora"), ("dora", "dora-twin"), ("vera", "vera-twin"), ("oft", "ia3"))
 IDS = [f"{old} by {new}" for old, new in PAIRS]
 
 
-@pytest.fixture(scope="module", params=PROCESSES)
-def engine(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / f"replacement-{request.param[-4:]}"
-    with started(
-        llama.base,
-        log,
-        settings=PROCESSES[request.param],
-        enable_prefix_caching=True,
-        block_size=BLOCK,
-        max_loras=2,
-        max_cpu_loras=3,
-    ) as running:
-        yield running
+@pytest.fixture
+def engine(crowded: Engine) -> Engine:
+    return crowded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
