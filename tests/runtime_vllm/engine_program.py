@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 Json = Any
-IN_ONE_PROCESS = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+IN_ONE_PROCESS = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
 STEPS = 100
 """More than any request here needs."""
 
