@@ -11,61 +11,12 @@ from safetensors.torch import load_file
 
 from tests.artifact_files import Tensors, rank_tensors, tampered
 from tests.commands import compiled, scute, verified
+from tests.dropped_slots import DROPPED
 
 NOTICED = 1e-2
 FLOAT32 = 5e-5
 Folder = Callable[[str], Path]
 Adapter = Callable[[str, str], Path]
-
-
-def _every(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    def apply(tensors: Tensors) -> None:
-        for key in [key for key in tensors if key.endswith(ending)]:
-            tensors[key] = change(tensors[key]).contiguous()
-
-    return apply
-
-
-def _first(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    def apply(tensors: Tensors) -> None:
-        key = min(key for key in tensors if key.endswith(ending))
-        tensors[key] = change(tensors[key]).contiguous()
-
-    return apply
-
-
-def _without_merged_scale(tensors: Tensors) -> None:
-    """Divide DoRA's `e` out of every B again: it equals `s`, which stands beside it."""
-    for key in [key for key in tensors if key.endswith(".terms.0.B")]:
-        tensors[key] = tensors[key] / (1 + tensors[key.replace(".terms.0.B", ".ds")])
-
-
-zeroed = torch.zeros_like
-identity = torch.ones_like
-
-DROPPED: Mapping[str, tuple[str, str, Callable[[Tensors], None]]] = {
-    "one A of LoRA": ("lora", "llama", _first(".terms.0.A", zeroed)),
-    "one B of LoRA": ("lora", "llama", _first(".terms.0.B", zeroed)),
-    "c of LoRA (6 / 4)": ("lora", "llama", _every(".terms.0.B", lambda value: value / 1.5)),
-    "c of rsLoRA (3 / sqrt 9)": ("rslora", "llama", _every(".terms.0.B", lambda value: value / 3)),
-    "b of a bias on B": ("lora-bias-on-b", "qwen2", _every(".b", zeroed)),
-    "b of a trained bias": ("lora-base-bias", "qwen2", _every(".b", zeroed)),
-    "s of DoRA": ("dora", "llama", _every(".ds", zeroed)),
-    "e of DoRA, merged into B": ("dora", "llama", _without_merged_scale),
-    "b of DoRA beside a bias": ("dora", "qwen2", _every(".b", zeroed)),
-    "the term of DoRA": ("dora", "llama", _every(".terms.0.A", zeroed)),
-    "s of IA3": ("ia3", "llama", _every("_proj.ds", zeroed)),
-    "IA3's input vector, moved to up_proj": ("ia3", "llama", _every("up_proj.ds", zeroed)),
-    "R of IA3 on o_proj": ("ia3-inputs", "llama", _every("o_proj.dR", zeroed)),
-    "R of IA3 in a plain feed-forward part": ("ia3", "gpt2", _every("mlp.c_proj.dR", zeroed)),
-    "s of IA3 on fused projections": ("ia3", "phi3", _every("qkv_proj.ds", zeroed)),
-    "d of VeRA": ("vera", "llama", _every(".d", identity)),
-    "e of VeRA": ("vera", "llama", _every(".e", identity)),
-    "one e of VeRA": ("vera", "llama", _first(".e", zeroed)),
-    "R of OFT": ("oft", "llama", _every(".dR", zeroed)),
-    "one R of OFT": ("oft", "llama", _first(".dR", zeroed)),
-    "R of OFT, turned the other way": ("oft-exact", "llama", _every(".dR", lambda value: value.transpose(-1, -2))),
-}
 
 
 @pytest.mark.parametrize("what", DROPPED)

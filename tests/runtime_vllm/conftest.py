@@ -1,0 +1,79 @@
+"""Bases and adapters that the tests of the plugin share."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Engine, started
+from tests.runtime_vllm.known_faults import KNOWN_FAULTS
+
+if TYPE_CHECKING:
+    from tests.runtime_vllm.tenants import Tenants
+
+# Read when torch is imported: tiny models are fastest on one thread, and the engine wants the other core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SMOLLM2 = "SCUTE_TEST_SMOLLM2"
+"""Environment variable: a folder with SmolLM2-135M."""
+
+
+@pytest.fixture(scope="session")
+def llama(base_folder: Callable[[str], Path], shared_folder: Path) -> Tenants:
+    """Adapters of a tiny Llama."""
+    return _tiny("llama-heads-of-32", base_folder, shared_folder)
+
+
+@pytest.fixture(scope="session")
+def qwen2(base_folder: Callable[[str], Path], shared_folder: Path) -> Tenants:
+    """Adapters of a tiny Qwen2, whose q, k and v have biases."""
+    return _tiny("qwen2-heads-of-32", base_folder, shared_folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2(shared_folder: Path) -> Tenants:
+    """Adapters of SmolLM2-135M, where its folder is named."""
+    from tests.runtime_vllm.tenants import Tenants
+
+    folder = os.environ.get(SMOLLM2)
+    if not folder:
+        pytest.skip(f"set {SMOLLM2} to the folder of SmolLM2-135M")
+    return Tenants(base=Path(folder), root=shared_folder / "smollm2")
+
+
+PROCESSES: Mapping[str, Mapping[str, str]] = {"in one process": {}, "in several": SEVERAL_PROCESSES}
+
+
+@pytest.fixture(scope="session", params=PROCESSES)
+def crowded(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
+    """An engine with two slots and a place for one more adapter, and with a prefix cache of blocks of 32 tokens."""
+    log = shared_folder / "logs" / f"crowded-{request.param[3:]}"
+    with started(
+        llama.base,
+        log,
+        settings=PROCESSES[request.param],
+        enable_prefix_caching=True,
+        block_size=32,
+        max_loras=2,
+        max_cpu_loras=3,
+    ) as running:
+        yield running
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of known faults; a test that passes fails the run, so that its mark goes."""
+    for item in items:
+        for pattern, reason in KNOWN_FAULTS.items():
+            if re.search(pattern, item.nodeid):
+                item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
+
+
+def _tiny(name: str, base_folder: Callable[[str], Path], shared: Path) -> Tenants:
+    from tests.runtime_vllm.tenants import Tenants
+
+    return Tenants(base=base_folder(name), root=shared / name, tiny=name)

@@ -1,0 +1,151 @@
+"""One vLLM engine in a process of its own: reads commands from standard input, answers on a file descriptor.
+
+Every command is a line of JSON, `[name, arguments]`, and so is every answer: `{"value": ...}`, or `{"refused": text,
+"left": count}` with the text of the whole chain of exceptions, and how many requests of the call the engine still has.
+The first line holds the engine's options.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+Json = Any
+IN_ONE_PROCESS = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+STEPS = 100
+"""More than any request here needs."""
+
+
+def _request(adapter: Mapping[str, Json] | None) -> LoRARequest | None:
+    if adapter is None:
+        return None
+    return LoRARequest(
+        lora_name=adapter["name"],
+        lora_int_id=adapter["number"],
+        lora_path=adapter["path"],
+        load_inplace=adapter.get("in_place", False),
+    )
+
+
+def _row(output: Json) -> Json:
+    """One finished request: its tokens, what the engine thought of each, and how much came from the prefix cache."""
+    first = output.outputs[0]
+    return {
+        "prompt": list(output.prompt_token_ids),
+        "tokens": list(first.token_ids),
+        "logprobs": [[[token, entry.logprob] for token, entry in step.items()] for step in first.logprobs or ()],
+        "ended": first.finish_reason,
+        "cached": output.num_cached_tokens or 0,
+    }
+
+
+class Commands:
+    """What a test can ask of the engine."""
+
+    def __init__(self, options: Mapping[str, Json]) -> None:
+        """Start the engine; `logprobs` is how many tokens of every step are reported."""
+        options = dict(options)
+        self.logprobs = options.pop("logprobs")
+        self.llm = LLM(**options)
+
+    def _sampling(self, tokens: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=0, max_tokens=tokens, logprobs=self.logprobs, detokenize=False, ignore_eos=True
+        )
+
+    def generate(self, rows: list[Json], tokens: int) -> Json:
+        """Answer all rows in one batch, greedily."""
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": row["prompt"]} for row in rows],
+            self._sampling(tokens),
+            use_tqdm=False,
+            lora_request=[_request(row["adapter"]) for row in rows],
+        )
+        return [_row(output) for output in outputs]
+
+    def interrupted(self, rows: list[Json], tokens: int, steps: int, adapters: list[Json]) -> Json:
+        """Answer rows, and load other adapters after `steps` steps, while the rows are in flight."""
+        engine = self.llm.llm_engine
+        for number, row in enumerate(rows):
+            prompt = {"prompt_token_ids": row["prompt"]}
+            request = _request(row["adapter"])
+            engine.add_request(f"row {number}", prompt, self._sampling(tokens), lora_request=request)
+        finished = {}
+        taken = 0
+        while engine.has_unfinished_requests():
+            if taken == steps:
+                for adapter in adapters:
+                    engine.add_lora(_request(adapter))
+            taken += 1
+            finished.update({done.request_id: done for done in engine.step() if done.finished})
+        return [_row(finished[f"row {number}"]) for number in range(len(rows))]
+
+    def load(self, adapter: Json) -> Json:
+        """Load an adapter."""
+        return self.llm.llm_engine.add_lora(_request(adapter))
+
+    def unload(self, number: int) -> Json:
+        """Unload an adapter."""
+        return self.llm.llm_engine.remove_lora(number)
+
+    def pin(self, number: int) -> Json:
+        """Keep an adapter loaded."""
+        return self.llm.llm_engine.pin_lora(number)
+
+    def loaded(self) -> Json:
+        """Return the numbers of the adapters that are loaded."""
+        return sorted(self.llm.llm_engine.list_loras())
+
+    def left(self) -> int:
+        """Return how many requests are there for ever after a call was refused, and remove them.
+
+        With such a request the next call would never return. In several processes a step waits for the others, so this
+        can't be asked.
+        """
+        engine = self.llm.llm_engine
+        for _ in range(STEPS if IN_ONE_PROCESS else 0):
+            if not engine.has_unfinished_requests():
+                return 0
+            engine.step()
+        stale = list(engine.output_processor.request_states) if IN_ONE_PROCESS else []
+        engine.abort_request(stale, internal=True)
+        return len(stale)
+
+
+def _chain(error: BaseException | None) -> str:
+    texts = []
+    while error is not None:
+        texts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return "\n".join(texts)
+
+
+def _answer(act: Callable[[], Json], left: Callable[[], int]) -> Json:
+    try:
+        return {"value": act()}
+    except Exception as error:  # noqa: BLE001 - the test reads what was refused, and why
+        return {"refused": _chain(error), "left": left()}
+
+
+def main() -> None:
+    """Serve commands until standard input ends."""
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
+        commands: list[Commands] = []
+        started = _answer(lambda: commands.append(Commands(json.loads(sys.stdin.readline()))), lambda: 0)
+        print(json.dumps(started), file=answers)
+        for line in sys.stdin if commands else ():
+            name, arguments = json.loads(line)
+            command = getattr(commands[0], name)
+            print(json.dumps(_answer(lambda: command(**arguments), commands[0].left)), file=answers)  # noqa: B023 - called at once
+    if IN_ONE_PROCESS:
+        os._exit(0)  # nothing to put away, and the interpreter takes seconds to take vLLM apart
+
+
+if __name__ == "__main__":
+    main()

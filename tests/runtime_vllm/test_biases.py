@@ -1,0 +1,42 @@
+"""On a base whose q, k and v have biases, the shift `b` is right for every method that needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.artifact_files import tampered
+from tests.dropped_slots import DROPPED
+from tests.runtime_vllm.engine import Answer, Engine, Row, started
+from tests.runtime_vllm.tenants import BOUND, Tenants, prompt_of
+
+NAMES = (None, "dora", "ia3", "lora-bias-on-b", "lora-base-bias", "oft", "vera")
+LOST = ("s of DoRA", "s of IA3", *(what for what, (_, base, _) in DROPPED.items() if base == "qwen2"))
+
+
+@pytest.fixture(scope="module")
+def engine(qwen2: Tenants, shared_folder: Path) -> Iterator[Engine]:
+    with started(qwen2.base, shared_folder / "logs" / "biases") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def batch(engine: Engine, qwen2: Tenants) -> dict[str | None, Answer]:
+    answers = engine.generate([qwen2.row(name, seed) for seed, name in enumerate(NAMES)])
+    return dict(zip(NAMES, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_row_equals_peft_beside_biases(name: str | None, batch: dict[str | None, Answer], qwen2: Tenants) -> None:
+    qwen2.assert_equal(batch[name], name)
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_lost_slot_is_noticed_beside_biases(what: str, engine: Engine, qwen2: Tenants) -> None:
+    recipe, _, drop = DROPPED[what]
+    damaged = tampered(qwen2.artifact(recipe), f"without-{LOST.index(what)}", drop)
+    lost, whole = engine.generate([Row(prompt=prompt_of(3), adapter=qwen2.request(damaged)), qwen2.row(recipe, 3)])
+    qwen2.assert_equal(whole, recipe)
+    assert qwen2.difference(lost, recipe).worst > 10 * BOUND

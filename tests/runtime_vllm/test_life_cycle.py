@@ -1,0 +1,135 @@
+"""Adapters come and go through few slots, and every answer is right whoever was there before."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row
+from tests.runtime_vllm.tenants import SERVED, Tenants, prompt_of
+
+HELD = 3
+"""Adapters that the engine holds."""
+EIGHT = ("lora", "oft", "ia3", "dora", "vera", "rsdora-attention", "oft-shared", "vera-twin")
+
+
+@pytest.fixture
+def engine(crowded: Engine) -> Engine:
+    return crowded
+
+
+def _adapter(llama: Tenants, name: str) -> Adapter:
+    return llama.request(llama.artifact(name))
+
+
+def test_an_adapter_is_loaded_unloaded_and_loaded_again(engine: Engine, llama: Tenants) -> None:
+    adapter = _adapter(llama, "dora")
+    assert engine.load(adapter)
+    assert adapter.number in engine.loaded()
+    llama.assert_served(engine, "dora", None)
+    assert engine.unload(adapter)
+    assert adapter.number not in engine.loaded()
+    llama.assert_served(engine, None, "lora")
+    assert engine.load(adapter)
+    llama.assert_served(engine, "dora", None)
+
+
+def test_unloading_what_is_not_there_changes_nothing(engine: Engine, llama: Tenants) -> None:
+    engine.load(_adapter(llama, "ia3"))
+    assert not engine.unload(Adapter(name="unknown", number=4242, path="unknown"))
+    llama.assert_served(engine, "ia3", None)
+
+
+def test_loading_twice_is_loading_once(engine: Engine, llama: Tenants) -> None:
+    adapter = _adapter(llama, "oft")
+    engine.load(adapter)
+    engine.load(adapter)
+    assert engine.loaded().count(adapter.number) == 1
+    llama.assert_served(engine, "oft")
+    assert engine.unload(adapter)
+    assert adapter.number not in engine.loaded()
+
+
+def test_unloading_one_leaves_the_others_right(engine: Engine, llama: Tenants) -> None:
+    llama.assert_served(engine, "vera", "vera-twin", None)
+    engine.unload(_adapter(llama, "vera"))
+    llama.assert_served(engine, "vera-twin", None, seed=4)
+
+
+@pytest.mark.parametrize("before", EIGHT)
+def test_a_slot_is_used_again_by_every_other_method(before: str, engine: Engine, llama: Tenants) -> None:
+    """Whatever was in a slot, a successor that lacks its slots does not inherit them."""
+    for after in ("lora", "ia3", "vera", "oft"):
+        if after != before:
+            llama.assert_served(engine, before, before)
+            engine.unload(_adapter(llama, before))
+            llama.assert_served(engine, after, None)
+            engine.unload(_adapter(llama, after))
+
+
+def test_more_adapters_than_slots_in_one_batch(engine: Engine, llama: Tenants) -> None:
+    llama.assert_served(engine, *EIGHT, None)
+
+
+def test_eight_adapters_cycle_through_few_slots(engine: Engine, llama: Tenants) -> None:
+    for turn in range(3):
+        for name in EIGHT:
+            llama.assert_served(engine, name, None, seed=turn)
+            assert len(engine.loaded()) <= HELD
+
+
+def test_pairs_of_all_adapters_and_of_folders(engine: Engine, llama: Tenants) -> None:
+    folder = Row(prompt=prompt_of(2), adapter=llama.request(llama.folder("rslora")))
+    for name in SERVED:
+        other, stock = engine.generate([llama.row(name, 1), folder])
+        llama.assert_equal(other, name)
+        llama.assert_equal(stock, "rslora")
+
+
+def test_the_one_that_was_not_used_longest_makes_room(engine: Engine, llama: Tenants) -> None:
+    first, second, third, fourth = (_adapter(llama, name) for name in EIGHT[:4])
+    for adapter in (first, second, third):
+        engine.load(adapter)
+    llama.assert_served(engine, EIGHT[0])
+    engine.load(fourth)
+    assert set(engine.loaded()) == {first.number, third.number, fourth.number}
+    llama.assert_served(engine, EIGHT[0], EIGHT[3])
+    llama.assert_served(engine, EIGHT[1], None)
+
+
+def test_a_pinned_adapter_stays(engine: Engine, llama: Tenants) -> None:
+    pinned = _adapter(llama, "oft")
+    engine.load(pinned)
+    assert engine.pin(pinned)
+    for name in ("lora", "dora", "ia3", "vera", "vera-twin"):
+        llama.assert_served(engine, name, None)
+        assert pinned.number in engine.loaded()
+    llama.assert_served(engine, "oft", "dora", None)
+    assert engine.unload(pinned)
+    llama.assert_served(engine, "lora", "dora", None)
+
+
+def test_pinning_what_is_not_there_is_refused(engine: Engine, llama: Tenants) -> None:
+    with pytest.raises(RefusedError, match="4242"):
+        engine.pin(Adapter(name="unknown", number=4242, path="unknown"))
+    llama.assert_served(engine, "lora", None)
+
+
+@pytest.mark.parametrize("loading", [("lora",), ("lora", "oft"), ("lora", "oft", "ia3", "vera")])
+def test_a_row_in_flight_keeps_its_adapter_while_others_come(
+    loading: tuple[str, ...], engine: Engine, llama: Tenants
+) -> None:
+    names = ("dora", None)
+    rows = [llama.row(name, seed) for seed, name in enumerate(names)]
+    answers = engine.interrupted(rows, loading=[_adapter(llama, name) for name in loading])
+    for name, answer in zip(names, answers, strict=True):
+        llama.assert_equal(answer, name)
+    for name in loading:
+        llama.assert_served(engine, name, "dora")
+
+
+def test_a_refused_load_takes_no_slot(engine: Engine, llama: Tenants) -> None:
+    for _ in range(HELD + 1):
+        with pytest.raises(RefusedError):
+            engine.load(_adapter(llama, "lora-rank-32"))
+    llama.assert_served(engine, "lora", "dora", None)
+    llama.assert_served(engine, *EIGHT)

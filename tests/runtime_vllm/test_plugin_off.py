@@ -1,0 +1,43 @@
+"""What stock vLLM does with the same files: the ground that the other tests stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import vllm
+
+from tests.runtime_vllm.engine import Engine, RefusedError, Row, started
+from tests.runtime_vllm.tenants import BOUND, NINE, Tenants, prompt_of
+
+FIXED = (0, 33)
+"""The release in which base rows beside adapters came right on CPUs; before it they got what is in the last slot."""
+
+
+@pytest.fixture(scope="module")
+def stock(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
+    log = shared_folder / "logs" / "off"
+    with started(llama.base, log, settings={"VLLM_PLUGINS": "none"}, max_loras=1) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", NINE)
+def test_stock_vllm_refuses_artifacts(name: str, stock: Engine, llama: Tenants) -> None:
+    with pytest.raises(RefusedError):
+        stock.load(llama.request(llama.artifact(name)))
+
+
+@pytest.mark.parametrize("name", ["dora", "ia3", "vera", "oft"])
+def test_stock_vllm_refuses_all_but_plain_lora(name: str, stock: Engine, llama: Tenants) -> None:
+    with pytest.raises(RefusedError):
+        stock.load(llama.request(llama.folder(name)))
+
+
+def test_stock_vllm_serves_plain_lora_and_errs_beside_it(stock: Engine, llama: Tenants) -> None:
+    """The fault that the plugin guards is there: tests of base rows beside adapters can fail."""
+    folder = Row(prompt=prompt_of(1), adapter=llama.request(llama.folder("lora")))
+    tuned, base = stock.generate([folder, Row(prompt=prompt_of(2))])
+    llama.assert_equal(tuned, "lora")
+    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    assert (llama.difference(base, None).worst > 100 * BOUND) == (version < FIXED)

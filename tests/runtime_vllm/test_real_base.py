@@ -1,0 +1,55 @@
+"""On SmolLM2-135M, nine adapters and a base row in one batch equal PEFT: at one rank and at three."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.artifact_files import tampered
+from tests.dropped_slots import DROPPED
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, Row, started
+from tests.runtime_vllm.tenants import BOUND, SERVED, Tenants, prompt_of
+
+LOST = ("one A of LoRA", "s of DoRA", "s of IA3", "d of VeRA", "one R of OFT")
+REPORTED = 20
+RANKS = {1: {"OMP_NUM_THREADS": "2"}, 3: SEVERAL_PROCESSES}
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda tp: f"tp{tp}")
+def tp(request: pytest.FixtureRequest) -> int:
+    ranks: int = request.param
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def engine(tp: int, smollm2: Tenants, shared_folder: Path) -> Iterator[Engine]:
+    log = shared_folder / "logs" / f"smollm2-{tp}"
+    with started(
+        smollm2.base, log, settings=RANKS[tp], tensor_parallel_size=tp, max_logprobs=REPORTED, logprobs=REPORTED
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def batch(engine: Engine, tp: int, smollm2: Tenants) -> dict[str | None, Answer]:
+    answers = engine.generate([smollm2.row(name, seed, tp=tp) for seed, name in enumerate(SERVED)])
+    return dict(zip(SERVED, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_each_row_equals_peft_on_a_real_base(
+    name: str | None, batch: dict[str | None, Answer], smollm2: Tenants
+) -> None:
+    smollm2.assert_equal(batch[name], name)
+    if name is not None:
+        assert smollm2.difference(batch[name], None).worst > 10 * BOUND
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_lost_slot_is_noticed_on_a_real_base(what: str, engine: Engine, tp: int, smollm2: Tenants) -> None:
+    recipe, _, drop = DROPPED[what]
+    damaged = tampered(smollm2.artifact(recipe, tp=tp), f"without-{LOST.index(what)}", drop)
+    (lost,) = engine.generate([Row(prompt=prompt_of(3), adapter=smollm2.request(damaged))])
+    assert smollm2.difference(lost, recipe).worst > 10 * BOUND

@@ -1,0 +1,137 @@
+"""What can't be served right is refused by name, and the engine goes on serving the rest, right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runtime_vllm.bad_adapters import BAD, a_folder_with_one_level_too_many
+from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row, started, tried
+from tests.runtime_vllm.tenants import Tenants, prompt_of
+
+
+@pytest.fixture
+def engine(crowded: Engine) -> Engine:
+    return crowded
+
+
+def _serves_on(engine: Engine, llama: Tenants, refused: Adapter) -> None:
+    """The refused adapter is not loaded; the base, artifacts and folders get their answers."""
+    assert refused.number not in engine.loaded()
+    llama.assert_served(engine, None, "dora", "oft")
+    folder = Row(prompt=prompt_of(11), adapter=llama.request(llama.folder("rslora")))
+    for answer, name in zip(engine.generate([folder, Row(prompt=prompt_of(1))]), ("rslora", None), strict=True):
+        llama.assert_equal(answer, name)
+
+
+def _says(said: str, words: tuple[str, ...]) -> None:
+    text = said.lower()
+    assert not [word for word in words if word not in text], text
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_loading_is_refused_by_name_and_the_rest_is_served(what: str, engine: Engine, llama: Tenants) -> None:
+    bad = llama.request(BAD[what].made(llama))
+    with pytest.raises(RefusedError) as refused:
+        engine.load(bad)
+    _says(str(refused.value), BAD[what].words)
+    _serves_on(engine, llama, bad)
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_request_for_what_was_never_loaded_is_refused_and_the_rest_is_served(
+    what: str, engine: Engine, llama: Tenants
+) -> None:
+    """In one process the call says why; a client of another process sees its own request end, and the log says why."""
+    bad = llama.request(BAD[what].made(llama))
+    written = len(engine.log)
+    rows = [llama.row("dora", 1), Row(prompt=prompt_of(2), adapter=bad), llama.row(None, 3)]
+    answers = tried(lambda: engine.generate(rows, partly=True))
+    if isinstance(answers, RefusedError):
+        _says(str(answers), BAD[what].words)
+    else:
+        assert (answers[1].ended, answers[1].tokens) == ("abort", ())
+        _says(engine.log[written:], BAD[what].words)
+        llama.assert_equal(answers[0], "dora")
+        llama.assert_equal(answers[2], None)
+    _serves_on(engine, llama, bad)
+
+
+def test_a_refused_request_leaves_nothing_behind(engine: Engine, llama: Tenants) -> None:
+    """What is left would keep the next call waiting for ever."""
+    bad = llama.request(BAD["a changed byte"].made(llama))
+    with pytest.raises(RefusedError) as refused:
+        engine.generate([llama.row("dora", 1), Row(prompt=prompt_of(2), adapter=bad)])
+    assert refused.value.left == 0
+
+
+def test_what_was_refused_can_be_served_once_it_is_mended(engine: Engine, llama: Tenants, tmp_path: Path) -> None:
+    adapter = llama.request(tmp_path / "later")
+    with pytest.raises(RefusedError):
+        engine.load(adapter)
+    llama.compiled(llama.folder("dora"), tmp_path, name="later")
+    engine.load(adapter)
+    (answer,) = engine.generate([Row(prompt=prompt_of(2), adapter=adapter)])
+    llama.assert_equal(answer, "dora")
+
+
+def test_a_folder_with_one_level_too_many_is_served_right_or_refused(engine: Engine, llama: Tenants) -> None:
+    """Stock vLLM takes such a folder and serves the base for it."""
+    adapter = llama.request(a_folder_with_one_level_too_many(llama))
+    loaded = tried(lambda: engine.load(adapter))
+    if isinstance(loaded, RefusedError):
+        _says(str(loaded), ("inner.model",))
+    else:
+        (answer,) = engine.generate([Row(prompt=prompt_of(2), adapter=adapter)])
+        llama.assert_equal(answer, "lora")
+
+
+@pytest.fixture(scope="module")
+def cramped(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
+    """An engine whose pool holds small adapters alone, and which takes no rotations."""
+    settings = {"SCUTE_VLLM_POOL_MIB": "1", "SCUTE_VLLM_ROTATIONS": "0"}
+    log = shared_folder / "logs" / "cramped"
+    with started(llama.base, log, settings=settings, max_lora_rank=128) as running:
+        yield running
+
+
+LIMITS = {
+    "the pool is too small": ("lora-rank-128", ("scute_vllm_pool_mib",)),
+    "rotations are off": ("oft", ("scute_vllm_rotations",)),
+    "rotations are off, diagonal ones too": ("ia3-inputs", ("scute_vllm_rotations",)),
+}
+
+
+@pytest.mark.parametrize("what", LIMITS)
+@pytest.mark.parametrize("way", ["loaded", "asked for"])
+def test_a_limit_that_is_exceeded_is_named_with_its_setting(
+    what: str, way: str, cramped: Engine, llama: Tenants
+) -> None:
+    name, words = LIMITS[what]
+    bad = llama.request(llama.artifact(name))
+    rows = [llama.row(None, 1), Row(prompt=prompt_of(2), adapter=bad)]
+    with pytest.raises(RefusedError) as refused:
+        _ = cramped.load(bad) if way == "loaded" else cramped.generate(rows)
+    _says(str(refused.value), words)
+    assert bad.number not in cramped.loaded()
+    llama.assert_served(cramped, None, "lora", "dora", "vera")
+
+
+def test_a_pool_that_fills_up_makes_room(cramped: Engine, llama: Tenants) -> None:
+    """Sixteen slots and 1 MiB: more adapters than pages, one after the other."""
+    names = [f"rslora-twin-{number}" for number in range(8)]
+    for name in names:
+        llama.assert_served(cramped, name, None)
+
+
+def test_a_batch_that_needs_more_than_the_pool_is_answered_or_refused(cramped: Engine, llama: Tenants) -> None:
+    names = [f"rslora-twin-{number}" for number in range(12)]
+    answers = tried(lambda: cramped.generate([llama.row(name, 5) for name in names]))
+    if isinstance(answers, RefusedError):
+        _says(str(answers), ("scute_vllm_pool_mib",))
+    else:
+        for name, answer in zip(names, answers, strict=True):
+            llama.assert_equal(answer, name)
+    llama.assert_served(cramped, None, "dora")

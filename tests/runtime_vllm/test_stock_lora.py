@@ -1,0 +1,67 @@
+"""Plain LoRA folders keep working beside artifacts, through either kind of kernels, and base rows stay the base's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runtime_vllm.engine import Answer, Engine, Row, started
+from tests.runtime_vllm.tenants import BOUND, Tenants, prompt_of
+
+KERNELS = {"the runtime's kernels": {}, "vLLM's kernels": {"SCUTE_VLLM_STOCK_KERNELS": "1"}}
+FOLDERS = ("lora", "rslora", "lora-patterns", "lora-one-layer")
+ARTIFACTS = ("dora", "oft", "lora-twin")
+SLOTS = len(FOLDERS) + len(ARTIFACTS)
+"""All are taken in a full batch: vLLM's fault on CPUs gives base rows what is in the last slot."""
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def engine(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
+    log = shared_folder / "logs" / f"stock-{request.param.partition(' ')[0]}"
+    with started(llama.base, log, settings=KERNELS[request.param], max_loras=SLOTS) as running:
+        yield running
+
+
+def _row(llama: Tenants, name: str | None, seed: int) -> Row:
+    if name in FOLDERS:
+        return Row(prompt=prompt_of(seed), adapter=llama.request(llama.folder(name)))
+    return llama.row(name, seed)
+
+
+def _answered(engine: Engine, llama: Tenants, *names: str | None) -> list[tuple[str | None, Answer]]:
+    answers = engine.generate([_row(llama, name, seed) for seed, name in enumerate(names)])
+    return list(zip(names, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_equals_peft(name: str, engine: Engine, llama: Tenants) -> None:
+    ((_, answer),) = _answered(engine, llama, name)
+    llama.assert_equal(answer, name)
+    assert llama.difference(answer, None).worst > 100 * BOUND
+
+
+def test_folders_equal_peft_in_one_batch(engine: Engine, llama: Tenants) -> None:
+    for name, answer in _answered(engine, llama, *FOLDERS):
+        llama.assert_equal(answer, name)
+
+
+@pytest.mark.parametrize(
+    "beside", [("lora",), ("lora", "rslora"), ("dora",), ("lora", "dora", "oft"), FOLDERS, FOLDERS + ARTIFACTS]
+)
+def test_base_rows_beside_adapters_are_the_bases(beside: tuple[str, ...], engine: Engine, llama: Tenants) -> None:
+    for name, answer in _answered(engine, llama, None, *beside, None):
+        llama.assert_equal(answer, name)
+
+
+def test_folders_and_artifacts_equal_peft_in_one_batch(engine: Engine, llama: Tenants) -> None:
+    for name, answer in _answered(engine, llama, *FOLDERS, None, *ARTIFACTS):
+        llama.assert_equal(answer, name)
+
+
+def test_a_folder_and_its_own_artifact_give_one_answer(engine: Engine, llama: Tenants) -> None:
+    prompt = prompt_of(4)
+    places = (llama.folder("rslora"), llama.artifact("rslora"))
+    for answer in engine.generate([Row(prompt=prompt, adapter=llama.request(place)) for place in places]):
+        llama.assert_equal(answer, "rslora")
