@@ -101,12 +101,18 @@ def named_as_in(artifact: Artifact, sites: Sequence[SiteSlot]) -> list[SiteSlot]
         fail(
             Code.SC402,
             where=artifact.manifest.name,
-            found=f"sites such as `{next(iter(artifact.sites))}`; {found.reason}",
+            found=f"sites such as `{_stray(artifact, sites)}`; {found.reason}",
             expected="the linear layers of this model, such as " + ", ".join(f"`{site.name}`" for site in sites[:3]),
             next="load the model that the artifact was compiled for",
         )
     named = {layer: name for name, layer in found.mapping.items()}
     return [replace(site, name=named.get(site.name, site.name)) for site in sites]
+
+
+def _stray(artifact: Artifact, sites: Sequence[SiteSlot]) -> str:
+    """Return a site of the artifact that the model doesn't have under its own name; the first one where it has all."""
+    known = {site.name for site in sites}
+    return next((name for name in artifact.sites if name not in known), next(iter(artifact.sites)))
 
 
 def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype, convert: bool) -> None:

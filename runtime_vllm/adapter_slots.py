@@ -49,6 +49,7 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         self.tp, self.rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         model = vllm_config.model_config
         self.base = EngineBase(source=model.model, revision=model.revision, quantized=bool(model.quantization))
+        self._stages = int(vllm_config.parallel_config.pipeline_parallel_size)
         self.digests: dict[int, str] = {}
         """Content of each artifact by vLLM's number, until that adapter is removed."""
         limits = StepLimits(
@@ -66,6 +67,17 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         self.steps = EngineSteps(self.pool, limits)
         self._attach()
         logger.info("%s", pool_report(self))
+
+    @property
+    def renames_layers(self) -> bool:
+        """Whether vLLM may look for an adapter's layer under another name than the checkpoint's, or not on this rank."""
+        return bool(
+            self.is_pooling_model
+            or self.supports_mm
+            or self._is_moe
+            or self._stages > 1
+            or getattr(self.lora_config, "target_modules", None) is not None
+        )
 
     @property
     def modules_by_site(self) -> Mapping[str, Module]:

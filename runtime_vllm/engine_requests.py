@@ -7,6 +7,7 @@ loaded again: cached keys and values of the older one are never mixed with it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from functools import wraps
@@ -19,20 +20,21 @@ from scute_compile.formats.artifact import MANIFEST, is_artifact, open_artifact
 
 logger = logging.getLogger("vllm.scute")
 LOADED = "scute_loaded"
-"""An attribute of the engine's core: digest by number of the adapters that were loaded; "" for stock ones."""
+"""An attribute of the engine's core: digest by number of the adapters that were loaded."""
 DIGEST = "scute_digest"
 """An attribute of a request."""
 _digests: dict[str, tuple[tuple[int, int], str]] = {}
 
 
 def digest_of(path: str) -> str:
-    """Return the content digest of an artifact on disk; "" for anything else.
+    """Return what tells an adapter's content on disk from another's; "" where nothing lies.
 
-    A manifest is read again when its file changes.
+    Of an artifact it is the manifest's digest, which is read again when its file changes. Of a plain PEFT folder it is
+    made of its files' sizes and times, since nothing says what they hold.
     """
     folder = Path(path).expanduser()
     if not is_artifact(folder):
-        return ""
+        return _folder_digest(folder)
     stat = (folder / MANIFEST).stat()
     identity = stat.st_ino, stat.st_ctime_ns
     known = _digests.get(path)
@@ -40,6 +42,12 @@ def digest_of(path: str) -> str:
         known = identity, open_artifact(folder, verify_hashes=False).manifest.digest
         _digests[path] = known
     return known[1]
+
+
+def _folder_digest(folder: Path) -> str:
+    files = sorted(file for file in folder.glob("adapter_*") if file.is_file()) if folder.is_dir() else []
+    stats = [(file.name, stat.st_size, stat.st_ino, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+    return hashlib.sha256(repr(stats).encode()).hexdigest() if stats else ""
 
 
 def hash_keys(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
@@ -67,7 +75,7 @@ def _digest_or_none(path: str) -> str:
 
 
 def adding_lora(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Return `EngineCore.add_lora(lora_request)`, which remembers what was loaded.
+    """Return `EngineCore.add_lora(lora_request)`, which hears every rank's answer and remembers what was loaded.
 
     An adapter in use is not replaced: the tokens of its requests so far came from the older content.
     """
@@ -82,11 +90,49 @@ def adding_lora(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bo
                 f"adapter {request.lora_name!r}: {len(running)} requests still use the content that is to be replaced; "
                 "wait for them, or load the new content under another name"
             )
-        result = original(core, request)
+        answers = core.model_executor.collective_rpc("add_lora", args=(request,))
+        faults = [answer for answer in answers if isinstance(answer, str)]
+        if faults:
+            if len(faults) < len(answers) and before is None:
+                core.model_executor.collective_rpc("remove_lora", args=(request.lora_int_id,))
+            raise ValueError(faults[0])
         loaded[request.lora_int_id] = digest
-        return result
+        return all(answers)
 
     return add_lora
+
+
+def answering_faults(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool | str]:
+    """Return a worker's `add_lora(lora_request)`, which answers what refused an adapter instead of raising it.
+
+    The engine takes answers from its ranks in turn and stops at one that raises: the other ranks' answers would be
+    taken for those of its next call.
+    """
+
+    @wraps(original)
+    def add_lora(runner: Any, request: Any) -> bool | str:
+        try:
+            return original(runner, request)
+        except Exception as error:
+            return str(error) or type(error).__name__
+
+    return add_lora
+
+
+def adding_to_engine(original: Callable[..., str]) -> Callable[..., str]:
+    """Return `LLMEngine.add_request(...)`, which forgets a request that the core in the same process refuses."""
+
+    @wraps(original)
+    def add_request(engine: Any, *args: Any, **named: Any) -> str:
+        states = engine.output_processor.request_states
+        before = set(states)
+        try:
+            return original(engine, *args, **named)
+        except Exception:
+            engine.abort_request([name for name in states if name not in before], internal=True)
+            raise
+
+    return add_request
 
 
 def removing_lora(original: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
@@ -125,21 +171,17 @@ def _ensure(core: Any, request: Any) -> None:
     lora = request.lora_request
     loaded: dict[int, str] = core.__dict__.setdefault(LOADED, {})
     known, now = loaded.get(lora.lora_int_id), _digest_of(request)
-    if known is None or len(loaded) > core.vllm_config.lora_config.max_cpu_loras or _reloads(lora, known, now):
+    changes = lora.load_inplace and known != now
+    if known is None or changes or len(loaded) > core.vllm_config.lora_config.max_cpu_loras:
         core.add_lora(lora)
     if loaded[lora.lora_int_id] != now:
-        lies = f"another artifact lies at {lora.lora_path} than" if now else f"{lora.lora_path} no longer holds"
+        lies = f"another adapter lies at {lora.lora_path} than" if now else f"{lora.lora_path} no longer holds"
         raise ValueError(
-            f"adapter {lora.lora_name!r}: {lies} the artifact that was loaded; load it again (load_inplace), or under "
+            f"adapter {lora.lora_name!r}: {lies} the one that was loaded; load it again (load_inplace), or under "
             "another name"
         )
     if lora.load_inplace:  # done: steps would read it again, whatever lies there by then
         request.lora_request = replace(lora, load_inplace=False)
-
-
-def _reloads(lora: Any, known: str, now: str) -> bool:
-    """Return whether a request asks for a reload that changes something; of stock folders nothing is known."""
-    return bool(lora.load_inplace) and (known != now or not now)
 
 
 def _digest_of(request: Any) -> str:

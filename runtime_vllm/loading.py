@@ -23,6 +23,7 @@ from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
 from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_vllm.adapter_slots import AdapterSlots
 from scute_compile.runtime_vllm.compile_on_load import compile_folder
+from scute_compile.runtime_vllm.engine_requests import digest_of
 from scute_compile.runtime_vllm.load_checks import check_fits, check_limits, check_slots, refuse_engine
 
 logger = logging.getLogger("vllm.scute")
@@ -53,8 +54,13 @@ def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any
     path = Path(get_adapter_absolute_path(request.lora_path))
     if is_artifact(path):
         return _from_artifact(slots, request, open_artifact(path))
+    digest = digest_of(str(path))
+    _check_same(slots, request, str(path), digest)
     try:
-        return _stock(original, worker, slots, request)
+        model = _stock(original, worker, slots, request)
+        check_matched(slots, model, request.lora_name)
+        slots.digests[request.lora_int_id] = digest
+        return model
     except (ValueError, NotImplementedError) as error:
         if not (path / "adapter_config.json").is_file():
             raise
@@ -82,9 +88,31 @@ def _stock(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> An
         worker.lora_config = config
 
 
+def check_matched(slots: AdapterSlots, model: Any, name: str) -> None:
+    """Refuse a plain folder with weights for layers that the model doesn't have; vLLM would drop them without a word.
+
+    Models whose layers vLLM renames, repeats or spreads over stages keep vLLM's own rule.
+
+    Raises:
+        ScuteError: SC402.
+    """
+    if slots.renames_layers:
+        return
+    known = {*slots.modules, *(part for parts in slots.packed_modules.values() for part in parts)}
+    strays = [layer for layer in model.loras if layer not in known]
+    if strays:
+        some = ", ".join(f"`{layer}`" for layer in strays[:3])
+        fail(
+            Code.SC402, where=name,
+            found=f"weights for {len(strays)} layers that the model doesn't have, such as {some}",
+            expected="layers of the model, such as " + ", ".join(f"`{site.name}`" for site in slots.sites[:2]),
+            next="serve the base that the adapter was trained on, or correct the prefix of its keys",
+        )  # fmt: skip
+
+
 def _from_artifact(slots: AdapterSlots, request: Any, artifact: Artifact) -> LoRAModel:
     _check_engine(slots, request)
-    _check_same(slots, request, artifact)
+    _check_same(slots, request, str(artifact.path), artifact.manifest.digest)
     slots.base.check(artifact)
     image = read_image(slots, artifact, request.lora_name)
     check_limits(image, slots.options, max_rank=slots.lora_config.max_lora_rank, device=slots.pool.device)
@@ -135,13 +163,12 @@ def _check_engine(slots: AdapterSlots, request: Any) -> None:
         )  # fmt: skip
 
 
-def _check_same(slots: AdapterSlots, request: Any, artifact: Artifact) -> None:
+def _check_same(slots: AdapterSlots, request: Any, path: str, now: str) -> None:
     """Refuse content that changed on disk since this adapter was first loaded, unless it is to be replaced."""
     before = slots.digests.get(request.lora_int_id)
-    now = artifact.manifest.digest
     if before not in (None, now) and not request.load_inplace:
         fail(
-            Code.SC603, where=str(artifact.path), found=f"an artifact of digest {now[:12]}",
+            Code.SC603, where=path, found=f"an adapter of digest {now[:12]}",
             expected=f"{before[:12] if before else ''}, which was loaded under this name first",
             next="load it again with load_inplace, or under a new name; the older one is no longer on disk",
         )  # fmt: skip

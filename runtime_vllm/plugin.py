@@ -44,6 +44,8 @@ def _missing_hooks() -> list[str]:
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     wanted: list[tuple[Any, str, tuple[str, ...] | None]] = [
         (LRUCacheWorkerLoRAManager, "_load_adapter", ("self", "lora_request")),
@@ -57,6 +59,8 @@ def _missing_hooks() -> list[str]:
         (kv_cache_utils, "_gen_lora_extra_hash_keys", ("request",)),
         (EngineCore, "add_lora", ("self", "lora_request")),
         (EngineCore, "remove_lora", ("self", "lora_id")),
+        (LoRAModelRunnerMixin, "add_lora", ("self", "lora_request")),
+        (Executor, "collective_rpc", None),
         (EngineCore, "add_request", ("self", "request", "request_wave")),
     ]
     missing = []
@@ -75,6 +79,8 @@ def _install() -> None:
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     from scute_compile.runtime_vllm import engine_requests
     from scute_compile.runtime_vllm.adapter_slots import AdapterSlots
@@ -90,6 +96,8 @@ def _install() -> None:
     WorkerLoRAManager._load_adapter = loading(WorkerLoRAManager._load_adapter)
     kv_cache_utils._gen_lora_extra_hash_keys = engine_requests.hash_keys(kv_cache_utils._gen_lora_extra_hash_keys)
     EngineCore.add_lora = engine_requests.adding_lora(EngineCore.add_lora)
+    LoRAModelRunnerMixin.add_lora = engine_requests.answering_faults(LoRAModelRunnerMixin.add_lora)
+    LLMEngine.add_request = engine_requests.adding_to_engine(LLMEngine.add_request)
     EngineCore.remove_lora = engine_requests.removing_lora(EngineCore.remove_lora)
     EngineCore.add_request = engine_requests.adding_request(EngineCore.add_request)
     _install_in_server(engine_requests.answering)

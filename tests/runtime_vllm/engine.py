@@ -181,7 +181,7 @@ class Engine:
         """
         written = len(self.log)
         answers = _answers(rows, self.ask("generate", rows=[asdict(row) for row in rows], tokens=tokens))
-        if not partly and any(answer.ended == "abort" for answer in answers):
+        if not partly and any(answer.ended in ("abort", "error") for answer in answers):
             raise RefusedError(self.log[written:])
         return answers
 

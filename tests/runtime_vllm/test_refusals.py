@@ -52,7 +52,8 @@ def test_a_request_for_what_was_never_loaded_is_refused_and_the_rest_is_served(
     if isinstance(answers, RefusedError):
         _says(str(answers), BAD[what].words)
     else:
-        assert (answers[1].ended, answers[1].tokens) == ("abort", ())
+        assert answers[1].ended in ("abort", "error")
+        assert not answers[1].tokens
         _says(engine.log[written:], BAD[what].words)
         llama.assert_equal(answers[0], "dora")
         llama.assert_equal(answers[2], None)

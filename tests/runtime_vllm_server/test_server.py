@@ -147,7 +147,7 @@ def test_a_request_whose_artifact_is_gone_ends_alone(
     shutil.rmtree(scratch)
     answer = server.complete("short-lived", PROMPTS[0], TOKENS)
     assert answer.status >= 500
-    assert "no longer holds the artifact that was loaded" in server.log.read_text()
+    assert "no longer holds the one that was loaded" in server.log.read_text()
     assert server.unload("short-lived").status == 200
     assert _all(server, ("base", "ia3")) == {name: expected[name] for name in ("base", "ia3")}
 
