@@ -70,7 +70,7 @@ class AdapterSlots(LRUCacheLoRAModelManager):
 
     @property
     def renames_layers(self) -> bool:
-        """Whether vLLM may look for an adapter's layer under another name than the checkpoint's, or not on this rank."""
+        """Whether vLLM may look for a layer's adapter under another name than the checkpoint's, or elsewhere."""
         return bool(
             self.is_pooling_model
             or self.supports_mm

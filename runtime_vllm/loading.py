@@ -50,6 +50,19 @@ def loading(original: Load) -> Load:
     return load
 
 
+def in_one_order(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Return vLLM's `_apply_adapters(lora_requests)`, which takes a step's adapters in the order of their numbers.
+
+    It is given a set, whose order differs between processes: ranks would keep and evict different adapters.
+    """
+
+    @wraps(original)
+    def apply(worker: Any, requests: Any) -> None:
+        original(worker, sorted((one for one in requests if one), key=lambda one: int(one.lora_int_id)))
+
+    return apply
+
+
 def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any:
     path = Path(get_adapter_absolute_path(request.lora_path))
     if is_artifact(path):
@@ -59,8 +72,6 @@ def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any
     try:
         model = _stock(original, worker, slots, request)
         check_matched(slots, model, request.lora_name)
-        slots.digests[request.lora_int_id] = digest
-        return model
     except (ValueError, NotImplementedError) as error:
         if not (path / "adapter_config.json").is_file():
             raise
@@ -73,6 +84,8 @@ def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any
         logger.info("scute: vLLM refuses %s (%s); compiling it", path, error)
         compiled = compile_folder(path, slots.base, tp=slots.tp, dtype=slots.pool.dtype, store=slots.options.store)
         return _from_artifact(slots, request, compiled)
+    slots.digests[request.lora_int_id] = digest
+    return model
 
 
 def _stock(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any:

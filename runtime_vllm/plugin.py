@@ -50,6 +50,7 @@ def _missing_hooks() -> list[str]:
     wanted: list[tuple[Any, str, tuple[str, ...] | None]] = [
         (LRUCacheWorkerLoRAManager, "_load_adapter", ("self", "lora_request")),
         (LRUCacheWorkerLoRAManager, "_manager_cls", None),
+        (LRUCacheWorkerLoRAManager, "_apply_adapters", ("self", "lora_requests")),
         (LRUCacheLoRAModelManager, "_create_merged_loras_inplace", ("self", "lora_model")),
         (LRUCacheLoRAModelManager, "activate_adapter", ("self", "lora_id")),
         (LRUCacheLoRAModelManager, "deactivate_adapter", ("self", "adapter_id")),
@@ -86,7 +87,7 @@ def _install() -> None:
     from scute_compile.runtime_vllm.adapter_slots import AdapterSlots
     from scute_compile.runtime_vllm.cpu_guard import guard
     from scute_compile.runtime_vllm.layers import ADAPTED, AdaptedLinear
-    from scute_compile.runtime_vllm.loading import loading
+    from scute_compile.runtime_vllm.loading import in_one_order, loading
     from scute_compile.runtime_vllm.options import Options
 
     options = Options.read()
@@ -94,6 +95,7 @@ def _install() -> None:
     utils._all_lora_classes = (*ADAPTED, *utils._all_lora_classes)
     LRUCacheWorkerLoRAManager._manager_cls = AdapterSlots
     WorkerLoRAManager._load_adapter = loading(WorkerLoRAManager._load_adapter)
+    LRUCacheWorkerLoRAManager._apply_adapters = in_one_order(LRUCacheWorkerLoRAManager._apply_adapters)
     kv_cache_utils._gen_lora_extra_hash_keys = engine_requests.hash_keys(kv_cache_utils._gen_lora_extra_hash_keys)
     EngineCore.add_lora = engine_requests.adding_lora(EngineCore.add_lora)
     LoRAModelRunnerMixin.add_lora = engine_requests.answering_faults(LoRAModelRunnerMixin.add_lora)
