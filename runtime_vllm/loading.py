@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.utils import get_adapter_absolute_path
 
@@ -46,6 +47,8 @@ def loading(original: Load) -> Load:
             return _load(original, worker, slots, request)
         except ScuteError as error:
             raise ValueError(f"adapter {request.lora_name!r}: {error}") from None
+        except SafetensorError as error:
+            raise ValueError(f"adapter {request.lora_name!r}, from {request.lora_path}: {error}") from None
 
     return load
 

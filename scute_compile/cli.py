@@ -111,15 +111,19 @@ def check(
     paths: Paths,
     *,
     base: Base = None,
-    tp: Ranks = 1,
-    lora_sharding: Sharding = LoraSharding.DEFAULT,
+    tp: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Tensor-parallel ranks. Default: 1; an artifact's own.")
+    ] = None,
+    lora_sharding: Annotated[
+        LoraSharding | None, typer.Option(help="As for compile. Default: default; an artifact's own.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say whether adapters would compile and be exact; reads no base weights."""
     from scute_compile.commands import check_paths
     from scute_compile.outcomes import envelope, render
 
-    outcomes = check_paths(paths, base, Target(tp=tp, lora_sharding=lora_sharding))
+    outcomes = check_paths(paths, base, tp=tp, lora_sharding=lora_sharding)
     if as_json:
         _print_json(envelope("check", adapters=[item.to_json() for item in outcomes]))
     else:
@@ -131,7 +135,9 @@ def check(
 def inspect(
     path: OnePath,
     *,
-    base: Base = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base model. Default: none; then there are no cuts and no routes.")
+    ] = None,
     tp: Ranks = 1,
     lora_sharding: Sharding = LoraSharding.DEFAULT,
     as_json: Json = False,

@@ -15,7 +15,7 @@ from scute_compile.diagnostics import Diagnostic, Findings, ScuteError, fail
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
 from scute_compile.outcomes import Outcome
 from scute_compile.pipeline import OpenBase, Planned, compile_planned, open_model, plan
-from scute_compile.target import DType, Target, Workload
+from scute_compile.target import DType, LoraSharding, Target, Workload
 
 if TYPE_CHECKING:
     from scute_compile.cost_report import CostReport
@@ -132,8 +132,18 @@ def _progress(*, quiet: bool) -> Iterator[Advance]:
         yield advance
 
 
-def check_paths(sources: Sequence[str], base: str | None, target: Target) -> tuple[Outcome, ...]:
-    """Plan adapters, and open artifacts with every check that a reader makes; nothing is written."""
+def check_paths(
+    sources: Sequence[str], base: str | None, *, tp: int | None = None, lora_sharding: LoraSharding | None = None
+) -> tuple[Outcome, ...]:
+    """Plan adapters, and open artifacts with every check that a reader makes; nothing is written.
+
+    Args:
+        sources: Adapter folders, Hub ids, artifacts.
+        base: The base of all of them; None: each adapter's own.
+        tp: Ranks; None: one for adapters, and for artifacts whatever they were compiled for.
+        lora_sharding: How terms are cut; None likewise.
+    """
+    target = Target(tp=tp or 1, lora_sharding=lora_sharding or LoraSharding.DEFAULT)
     opened: dict[str, OpenBase] = {}
 
     def model(source: str) -> OpenBase:
@@ -144,7 +154,7 @@ def check_paths(sources: Sequence[str], base: str | None, target: Target) -> tup
     outcomes = []
     for source in sources:
         if is_artifact(source):
-            outcomes.append(_check_artifact(source, None if base is None else model(base)))
+            outcomes.append(_check_artifact(source, None if base is None else model(base), tp, lora_sharding))
             continue
         try:
             outcomes.append(_outcome(plan(source, model(_own_base(source) if base is None else base), target)))
@@ -155,15 +165,28 @@ def check_paths(sources: Sequence[str], base: str | None, target: Target) -> tup
     return tuple(outcomes)
 
 
-def _check_artifact(source: str, base: OpenBase | None) -> Outcome:
+def _check_artifact(source: str, base: OpenBase | None, tp: int | None, lora_sharding: LoraSharding | None) -> Outcome:
     try:
         artifact = open_artifact(source)
     except ScuteError as error:
         return Outcome(path=source, name=Path(source).name, findings=error.diagnostics)
     findings = other_base(artifact, base) if base else ()
+    findings += _other_target(artifact, tp, lora_sharding)
     manifest = artifact.manifest
     return Outcome(path=source, name=manifest.name, method=manifest.method.value, findings=findings,
                    details=(("sites", len(manifest.sites)),))  # fmt: skip
+
+
+def _other_target(artifact: Artifact, tp: int | None, lora_sharding: LoraSharding | None) -> tuple[Diagnostic, ...]:
+    """Return what says that an artifact was compiled for other ranks than were asked for."""
+    manifest, findings = artifact.manifest, Findings()
+    for asked, own, option in ((tp, manifest.tp, "--tp"), (lora_sharding, manifest.lora_sharding, "--lora-sharding")):
+        if asked is not None and asked != own:
+            findings.error(
+                Code.SC801, where=manifest.name, found=f"an artifact compiled with {option} {own}",
+                expected=f"{option} {asked}, as asked for", next=f"compile the adapter again with {option} {asked}",
+            )  # fmt: skip
+    return tuple(findings)
 
 
 def other_base(artifact: Artifact, base: OpenBase) -> tuple[Diagnostic, ...]:

@@ -232,3 +232,23 @@ def test_verify_refuses_an_artifact_of_another_base(
     ran = scute("verify", artifact, "--adapter", adapter, "--base", base_folder("llama-tied"))
     assert ran.code in {1, 2}
     assert "SC608" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "found"),
+    [
+        ((), 0, None),
+        (("--tp", "2"), 0, None),
+        (("--tp", "4"), 1, "SC801"),
+        (("--tp", "1"), 1, "SC801"),
+        (("--lora-sharding", "full"), 1, "SC801"),
+        (("--lora-sharding", "default"), 0, None),
+    ],
+)
+def test_a_gate_refuses_an_artifact_for_other_ranks_than_it_asks_for(
+    options: tuple[str, ...], code: int, found: str | None, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
+) -> None:
+    artifact = compiled(adapter_folder("lora", "llama"), base_folder("llama"), tmp_path / "store", "--tp", 2)
+    ran = scute("check", artifact, *options, "--json")
+    (adapter,) = json.loads(ran.out)["adapters"]
+    assert (ran.code, next((item["code"] for item in adapter["findings"]), None)) == (code, found)
