@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("vllm") else ["scute_compile/runtime_vllm/*", "tests/runtime_vllm"]
+collect_ignore_glob = [] if find_spec("vllm") else ["scute_compile/runtime_vllm/*", "tests/runtime_vllm*"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from tests.runtime_vllm.tenants import BOUND, SERVED, Tenants, prompt_of
 
 LOST = ("one A of LoRA", "s of DoRA", "s of IA3", "d of VeRA", "one R of OFT")
 REPORTED = 20
-RANKS = {1: {"OMP_NUM_THREADS": "2"}, 3: SEVERAL_PROCESSES}
+RANKS: Mapping[int, Mapping[str, str]] = {1: {}, 3: SEVERAL_PROCESSES}
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda tp: f"tp{tp}")
