@@ -307,7 +307,7 @@ def main() -> None:
         prepare(run)
         for size in (1, run.ranks):
             (run.work / f"meeting-{size}").unlink(missing_ok=True)
-            start_processes(worker, (run, size), nprocs=size, start_method="spawn")  # type: ignore[no-untyped-call]
+            start_processes(worker, (run, size), nprocs=size, start_method="spawn")  # type: ignore[no-untyped-call] # torch leaves it unannotated
         facts = {size: json.loads((run.work / f"facts-{size}.json").read_text()) for size in (1, run.ranks)}
         machine = f"{run.ranks} x {torch.cuda.get_device_name()}" if CUDA else f"{run.ranks} processes on a CPU"
         errors, sent = compared(run), communication(run, facts[run.ranks])

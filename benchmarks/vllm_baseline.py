@@ -122,8 +122,8 @@ def load(folder: Path = FOLDER) -> VllmOps:
 
 
 def _put_stand_ins(folder: Path) -> None:
-    import triton  # type: ignore[import-untyped]
-    import triton.language  # type: ignore[import-untyped]
+    import triton  # type: ignore[import-untyped] # Triton has no types
+    import triton.language  # type: ignore[import-untyped] # Triton has no types
 
     for name in ("vllm", "vllm.utils", "vllm.lora", "vllm.lora.ops", OPS):  # packages without vLLM's own __init__
         _put(name, __path__=[str(folder / name.replace(".", "/"))], scute_stand_in=True)
@@ -284,7 +284,7 @@ class VllmLayer:
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
     """Run `call` once (compiles its kernels), capture it in a CUDA graph, and return the graph's replay."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it unannotated
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()

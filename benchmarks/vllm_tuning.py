@@ -192,7 +192,7 @@ class _Timer:
 
     def median_us(self, call: Callable[[], None]) -> float:
         """Return the median time of one launch; infinite when the setting doesn't fit the device."""
-        from triton.runtime.errors import OutOfResources  # type: ignore[import-untyped]
+        from triton.runtime.errors import OutOfResources  # type: ignore[import-untyped] # Triton has no types
 
         try:
             run = captured(call) if self.device.type == "cuda" else call
@@ -204,7 +204,7 @@ class _Timer:
     def _times(self, run: Callable[[], None]) -> Iterator[float]:
         for _ in range(self.replays):
             if self.device.type == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call] # torch leaves it unannotated
                 start.record()
                 run()
                 end.record()

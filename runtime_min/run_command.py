@@ -87,7 +87,7 @@ def run(
 class _Stream:
     """Gathers the tokens of all rows as `generate` gives them; transformers' own streamers take one row alone."""
 
-    def __init__(self, tokenizer: Any, *, rows: int, ends: Sequence[int], say: Say) -> None:  # noqa: ANN401
+    def __init__(self, tokenizer: Any, *, rows: int, ends: Sequence[int], say: Say) -> None:  # noqa: ANN401 - transformers' own
         self._tokenizer, self._ends, self._say = tokenizer, frozenset(ends), say
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows

@@ -149,7 +149,7 @@ class ServedModel:
         self.pool.remove(name)
         del self._loaded[name]
 
-    def forward(self, input_ids: torch.Tensor | None = None, *, adapters: Rows, **options: Any) -> Any:  # noqa: ANN401
+    def forward(self, input_ids: torch.Tensor | None = None, *, adapters: Rows, **options: Any) -> Any:  # noqa: ANN401 - transformers' own
         """Run the model once with one adapter id, or None, per row of the batch.
 
         Args:
@@ -168,7 +168,7 @@ class ServedModel:
 
     __call__ = forward
 
-    def generate(self, input_ids: torch.Tensor, *, adapters: Rows, **options: Any) -> torch.Tensor:  # noqa: ANN401
+    def generate(self, input_ids: torch.Tensor, *, adapters: Rows, **options: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' own
         """Run transformers' own `generate` on one batch, each row with its adapter.
 
         Args:

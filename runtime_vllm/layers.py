@@ -96,7 +96,7 @@ class AdaptedLinear:
     def widths(self) -> tuple[int, ...]:
         """Output columns of each slice on this rank."""
         slices: tuple[int, ...] = getattr(self, "output_slices", ())
-        return slices if len(slices) == self.n_slices else (int(self.output_size),)  # type: ignore[attr-defined]
+        return slices if len(slices) == self.n_slices else (int(self.output_size),)  # type: ignore[attr-defined] # vLLM's
 
     @property
     def quantized(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Engine, started
-from tests.runtime_vllm.known_faults import KNOWN_FAULTS
 
 if TYPE_CHECKING:
     from tests.runtime_vllm.tenants import Tenants
@@ -63,14 +61,6 @@ def crowded(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path)
         max_cpu_loras=3,
     ) as running:
         yield running
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of known faults; a test that passes fails the run, so that its mark goes."""
-    for item in items:
-        for pattern, reason in KNOWN_FAULTS.items():
-            if re.search(pattern, item.nodeid):
-                item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
 
 
 def _tiny(name: str, base_folder: Callable[[str], Path], shared: Path) -> Tenants:
