@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 
-from scute_compile.runtime_min.launch import Features, Gemm, PoolTensors, adapted_linear
+from scute_compile.runtime_min.launch import adapted_linear
 from scute_compile.runtime_min.resident_pool import ResidentPool
+from scute_compile.runtime_min.step_form import Gemm, PoolTensors, features_of
 from scute_compile.runtime_min.step_plan import Capacity, StepBuffers, plan_step
 from scute_compile.runtime_min.tenants import LLAMA_8B, pair_of, sites_of, tenant
 
@@ -86,10 +87,10 @@ class Base:
 
 
 class Pool:
-    """Adapters of several methods, resident, and the plan of a step with a row for each."""
+    """Adapters of several methods, resident, and the plan of a step with a row or more for each."""
 
-    def __init__(self, methods: Sequence[tuple[str, int]]) -> None:
-        """Make and load one adapter per `(method, rank)`."""
+    def __init__(self, methods: Sequence[tuple[str, int]], *, rows: int = 1) -> None:
+        """Make and load one adapter per `(method, rank)`; more than one row each is a prefill step."""
         sites = sites_of(replace(LLAMA_8B, layers=DISTINCT_LAYERS))
         pair = pair_of(sites, 256, DTYPE) if any(method == "vera" for method, _ in methods) else None
         made = {
@@ -103,30 +104,25 @@ class Pool:
         slots = [self.resident.load(name, made[key]) for name, key in zip(names, methods, strict=True)]
         torch.cuda.synchronize()
         facts, pairs = self.resident.facts, self.resident.pairs
-        rotated = sum(facts[slot].rotated for slot in slots)
-        capacity = Capacity(tokens=len(slots), ranks=max(16, sum(facts[s].rank for s in slots)),
-                            pairs=max(1, len(pairs)), rotated=rotated)  # fmt: skip
+        rotated = sum(facts[slot].rotated for slot in slots) * rows
+        ranks = sum(max(facts[slot].rank, facts[slot].pair_rank if rows > 1 else 0) for slot in slots) * rows
+        capacity = Capacity(tokens=len(slots) * rows, ranks=max(16, ranks), pairs=max(1, len(pairs)), rotated=rotated)
         self.buffers = StepBuffers(capacity, DEVICE)
-        plan = plan_step(slots, facts, pairs, capacity)
+        plan = plan_step([slot for slot in slots for _ in range(rows)], facts, pairs, capacity, prefill=rows > 1)
         self.buffers.fill(plan)
         memory = self.resident.memory
         self.tensors = PoolTensors(
             pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared.flatten()
         )
-        self.features = Features(
-            owned=plan.owned, shared=plan.shared, rotated=rotated, programs=max(1, plan.work),
-            shared_programs=plan.shared_work, segments=plan.segments, blocks=plan.blocks, pdl=True,
-        )  # fmt: skip
+        self.features = features_of(plan, whole_granules=True)
 
-    def layer(
-        self, xs: Sequence[torch.Tensor], features: Features | None = None
-    ) -> Callable[[int, int, torch.Tensor], object]:
+    def layer(self, xs: Sequence[torch.Tensor]) -> Callable[[int, int, torch.Tensor], object]:
         """Return the adapted layer for `Base.step`."""
         firsts = (0, 3, 4, 6)
 
         def run(distinct: int, index: int, weight: torch.Tensor) -> torch.Tensor:
             gemm = Gemm(first_site=distinct * SITES + firsts[index], widths=GEMMS[index][2])
-            return adapted_linear(xs[index], weight, None, self.tensors, self.buffers, gemm, features or self.features)
+            return adapted_linear(xs[index], weight, None, self.tensors, self.buffers, gemm, self.features)
 
         return run
 

@@ -137,13 +137,15 @@ def compile_all(base: Path, adapters: Path, store: Path, *, tp: int, sharding: L
             raise RuntimeError("; ".join(str(finding) for finding in outcome.findings))
 
 
-def peft_logprobs(base: Path, adapter: Path | None, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return log-probabilities `(rows, tokens, vocabulary)` in float32, of the base alone without an adapter."""
+def peft_logprobs(
+    base: Path, adapter: Path | None, ids: torch.Tensor, device: torch.device, *, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:  # fmt: skip
+    """Return log-probabilities `(rows, tokens, vocabulary)` of a model in `dtype`; of the base without an adapter."""
     with _quiet():
-        model: Any = load_model(base)
+        model: Any = load_model(base, dtype)
         if adapter is not None:
-            model = PeftModel.from_pretrained(model, str(adapter))
-        model = model.eval().to(device)
+            model = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
+        model = model.eval().to(device, dtype)
     with torch.no_grad():
         logits = model(input_ids=ids.to(device)).logits
     found = torch.log_softmax(logits.float(), -1).cpu()

@@ -64,9 +64,12 @@ class Run:
         """The store of a layout."""
         return self.work / f"store-{layout}-{size}"
 
-    def model(self, rank: int) -> torch.nn.Module:
-        """The whole base on a rank's device."""
-        return load_model(self.base, getattr(torch, self.shapes.dtype)).to(device_of(rank))
+    def model(self, rank: int, attention: str | None = None) -> torch.nn.Module:
+        """The whole base on a rank's device; PEFT's comparison keeps eager attention, which no graph can hold."""
+        model = load_model(self.base, getattr(torch, self.shapes.dtype)).to(device_of(rank))
+        if attention is not None:
+            model.set_attn_implementation(attention)
+        return model
 
     def ids(self) -> torch.Tensor:
         """Tokens `(10, tokens)`."""
@@ -150,8 +153,8 @@ def steps(run: Run, rank: int, size: int) -> dict[str, object]:
     found: dict[str, object] = {}
     pages = 64 + sum(path.stat().st_size for path in run.store("default", size).glob("*/rank-0*")) * run.tenants // 2048
     served, _ = serve_rank(
-        run.model(rank), slots=run.tenants, num_pages=pages, max_tokens=run.tenants, max_rows=run.tenants,
-        shared_pages=65536 if CUDA else 1024,
+        run.model(rank, attention="sdpa"), slots=run.tenants, num_pages=pages, max_tokens=run.tenants,
+        max_rows=run.tenants, shared_pages=65536 if CUDA else 1024,
     )  # fmt: skip
     for pool, names in (("base", []), ("plain LoRA", lora), ("five methods", five)):
         for i, name in enumerate(names):
@@ -163,7 +166,7 @@ def steps(run: Run, rank: int, size: int) -> dict[str, object]:
             served.unload(row)
     del served
     for layout in ("default", "full") if size > 1 else ("default",):
-        ranked = RankModel(run.model(rank))
+        ranked = RankModel(run.model(rank, attention="sdpa"))
         for pool, names in (("plain LoRA", lora), ("five methods", five)):
             for i, name in enumerate(names):
                 ranked.load(f"{pool} {name} {i}", run.store(layout, size) / name)
@@ -240,7 +243,12 @@ def compared(run: Run) -> list[dict[str, object]]:
         if name != "base":
             theirs = peft_logprobs(run.base, run.work / "adapters" / name, ids[row : row + 1], device)[0]
             effect = (theirs - plain[row]).abs().mean().item()
-        found = {"adapter": name, "effect": effect, "one rank": _error(one[row], theirs, effect)}
+        rounded = peft_logprobs(
+            run.base, None if name == "base" else run.work / "adapters" / name, ids[row : row + 1], device,
+            dtype=getattr(torch, run.shapes.dtype),
+        )[0]  # fmt: skip
+        found = {"adapter": name, "effect": effect, f"PEFT in {run.shapes.dtype}": _error(rounded, theirs, effect),
+                 "one rank": _error(one[row], theirs, effect)}  # fmt: skip
         for layout in ("default", "full"):
             found[layout] = _error(many[layout][row], theirs, effect)
             found[f"{layout} - one rank"] = _error(many[layout][row], one[row], effect)

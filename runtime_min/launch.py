@@ -1,7 +1,7 @@
-"""Launching the kernels for one fused GEMM: what runs beside the GEMM, and what after it.
+"""Launching the kernels for one fused GEMM: the rotation before it, shrink and expand after it.
 
-Decode: shrink and expand run on a side stream while the base GEMM runs, since neither needs its output; `combine` adds
-their float32 result to the base's output. Prefill: the shrink runs beside the GEMM and the expand finishes the tiles.
+Decode and prefill have kernels of their own. The expand finishes the GEMM's output in place; it begins while the shrink
+still runs, where the GPU can do that.
 """
 
 from __future__ import annotations
@@ -13,15 +13,40 @@ import torch
 import triton
 
 from scute_compile.runtime_min.kernels.expand import expand_kernel
-from scute_compile.runtime_min.kernels.prefill import prefill_expand_kernel, prefill_shrink_kernel
+from scute_compile.runtime_min.kernels.prefill import (
+    prefill_expand_kernel,
+    prefill_rotate_kernel,
+    prefill_shrink_kernel,
+)
 from scute_compile.runtime_min.kernels.rotate import rotate_kernel
-from scute_compile.runtime_min.kernels.shrink import scale_shared_kernel, shrink_kernel
-from scute_compile.runtime_min.step_form import PROGRAMS, Features, Gemm, PoolTensors, Product
-from scute_compile.runtime_min.step_plan import OWNED_ROWS, PAIR_RANKS, PAIR_TOKENS, TILE_TOKENS, StepRegions
+from scute_compile.runtime_min.kernels.shrink import shrink_kernel
+from scute_compile.runtime_min.step_form import Features, Gemm, PoolTensors, Product
+from scute_compile.runtime_min.step_plan import (
+    OWNED_ROWS,
+    PAIR_RANKS,
+    PAIR_TOKENS,
+    TILE_TOKENS,
+    WIDE_RANK,
+    Capacity,
+    StepRegions,
+)
 
-RUN_GRANULES = 512
-ROTATE_BLOCK = (256, 1)
-SHRINK_WARPS = 4
+RUN_GRANULES = 1792
+ROTATE_BLOCK, ROTATE_GROUPS, ROTATE_WARPS = 256, 2, 2
+"""Columns per program, and threads for each granule of them."""
+ROTATE_DEPTH = 16
+SHRINK_WARPS, SHRINK_STAGES, OWNED_PROGRAMS = 4, 4, 132 * 16
+PREFILL_COLUMNS, PREFILL_WARPS = 64, 4
+PREFILL_REGISTERS: int | None = 128
+PREFILL_TURN, PREFILL_STEPS = 64, 4
+"""Columns per product of the prefill rotation, and products per program."""
+EXPAND_WARPS, SHARED_WARPS, EXPAND_STAGES = 2, 4, 3
+SHARED_REGISTERS: int | None = None
+TALL_COLUMNS, TALL_ROWS, TALL_PROGRAMS = 32, 128, 132 * 8
+SHARED_ROWS = 64
+"""Rows of a shared B per product."""
+SHARED_STEP = 128
+"""Values of K per product of the shared shrink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +66,30 @@ def owned_split(k: int, values: int) -> _Split:
     return _Split(parts, triton.next_power_of_2(-(-granules // parts)))
 
 
-def expand_block(columns: int) -> tuple[int, int]:
-    """Return columns per program of the owned expand, and its warps."""
-    return (1024, 4) if columns >= 16384 else (512, 4)
-
-
-SHARED_BLOCK = 64
-SHARED_RANKS = 64
-
-
 def shared_split(k: int) -> int:
-    """Return runs of K of the shared shrink: about 512 values each."""
-    return max(1, min(32, k // 512))
+    """Return runs of K of the shared shrink: enough programs, and few partial sums for every expand program to add."""
+    return 4 if k <= 8192 else 8
+
+
+def held_ranks(capacity: Capacity) -> int:
+    """Return ranks per row of `(x A^T) * d`: the shrink writes whole blocks."""
+    return triton.cdiv(capacity.pair_ranks, PAIR_RANKS) * PAIR_RANKS
+
+
+def shared_columns(columns: int) -> int:
+    """Return columns per program of the shared expand: each program reads all of `h * d` again."""
+    return 128 if columns >= 16384 else 64 if columns >= 5120 else 32
+
+
+def _early(x: torch.Tensor) -> dict[str, bool]:
+    """Return the launch option that lets a kernel begin before the one ahead of it has ended."""
+    return {"launch_pdl": True} if starts_early(x.device) else {}
 
 
 @cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which terms run beside the GEMM; its programs go first where both wait for a place."""
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+def starts_early(device: torch.device) -> bool:
+    """Return whether a kernel may begin before the one ahead of it has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def adapted_linear(
@@ -98,124 +129,116 @@ def adapted_output(
         gemm: Where the layer's sites stand.
         features: What the step may need.
     """
-    tokens = x.shape[0]
-    h, hs, hd = _buffers(x, gemm, step, features)
-    terms = features.owned or features.shared
-    beside = terms and features.beside and x.is_cuda
-    if beside:
-        main, side = torch.cuda.current_stream(x.device), side_stream(x.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            _shrink(x, h, hs, hd, pool, step, gemm, features)
     with_rows = _rotate(x, pool, step, gemm, features) if features.rotated else x
     late_bias = bias is not None and features.rotated > 0
     y = multiply(with_rows, biased=not late_bias)
-    if beside:
-        torch.cuda.current_stream(x.device).wait_stream(side_stream(x.device))
-    elif terms:
-        _shrink(x, h, hs, hd, pool, step, gemm, features)
-    _expand(y, h, hd, bias if late_bias else None, pool, step, gemm, features, (tokens, x.shape[1]))
-    return y[:tokens] if features.rotated else y
+    h, hs = _buffers(x, gemm, step, features)
+    if features.owned or features.shared:
+        _shrink(x, h, hs, pool, step, gemm, features)
+    _expand(y, h, hs, bias if late_bias else None, pool, step, gemm, features, x)
+    return y[: x.shape[0]] if features.rotated else y
 
 
-def _buffers(
-    x: torch.Tensor, gemm: Gemm, step: StepRegions, features: Features
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values = 16 // x.element_size()
-    capacity = step.capacity
-    parts = 1 if features.prefill else owned_split(x.shape[1], values).parts
-    h = x.new_empty(parts * len(gemm.widths) * capacity.ranks, dtype=torch.float32)
-    rows = capacity.tokens if features.shared and not features.prefill else 0
-    pairs = rows * capacity.pair_ranks
-    halves = 1 if x.dtype is torch.float32 else 2
+def _buffers(x: torch.Tensor, gemm: Gemm, step: StepRegions, features: Features) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for `x A^T` of owned terms, and for `(x A^T) * d` of shared ones: `(slices, runs, rows, ranks)`."""
+    k, slices, capacity = x.shape[1], len(gemm.widths), step.capacity
+    parts = 1 if features.prefill else owned_split(k, 16 // x.element_size()).parts
+    pairs = capacity.tokens * held_ranks(capacity) if features.shared and not features.prefill else 0
     return (
-        h,
-        x.new_empty(shared_split(x.shape[1]) * pairs, dtype=torch.float32),
-        x.new_empty(halves * len(gemm.widths) * pairs),
+        x.new_empty(parts * slices * capacity.ranks, dtype=torch.float32),
+        x.new_empty(slices * shared_split(k) * pairs, dtype=torch.float32),
     )
 
 
 def _shrink(
-    x: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, hd: torch.Tensor, pool: PoolTensors, step: StepRegions,
-    gemm: Gemm, features: Features,
+    x: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm,
+    features: Features,
 ) -> None:  # fmt: skip
-    region, k, values, capacity = step.region, x.shape[1], pool.values, step.capacity
+    region, k, values, capacity, slices = step.region, x.shape[1], pool.values, step.capacity, len(gemm.widths)
     sites = pool.directory.shape[1]
     if features.prefill:
-        prefill_shrink_kernel[features.tiles, len(gemm.widths), 1](
+        prefill_shrink_kernel[features.tiles, slices, 4 if features.shared else 1](
             x, h, pool.shared, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"),
             region("row_h"), sites, gemm.first_site, capacity.ranks,
-            K=k, BLOCK_T=TILE_TOKENS, BLOCK_R=16, BLOCK_K=128, VALUES=values, num_warps=4, num_stages=3,
+            K=k, BLOCK_T=TILE_TOKENS, BLOCK_R=16, BLOCK_R_S=64, BLOCK_K=128, VALUES=values, HAS_SHARED=features.shared,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
         return
-    split, split_s, slices = owned_split(k, values), shared_split(k), len(gemm.widths)
-    programs = features.programs * slices * split.parts if features.owned else 0
-    programs += features.shared_programs * split_s if features.shared else 0
-    shrink_kernel[(max(1, min(programs, PROGRAMS)),)](
-        x, h, hs, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("row_slot"),
-        region("seg_slot"), region("seg_start"), region("seg_rows"), region("row_h"), region("work"), region("swork"),
-        region("block"), region("pair_rows"), region("pair"), sites, gemm.first_site, capacity.ranks, capacity.tokens,
-        capacity.pair_ranks,
-        K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=split_s, BLOCK_K=128,
-        VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS, HAS_OWNED=features.owned, HAS_SHARED=features.shared,
-        PDL=features.pdl, num_warps=SHRINK_WARPS,
+    split, split_s = owned_split(k, values), shared_split(k)
+    shared_programs = features.shared_programs * split_s if features.shared else 0
+    owned_units = features.programs * slices * split.parts if features.owned else 0
+    shrink_kernel[(max(1, shared_programs + min(owned_units, OWNED_PROGRAMS)),)](
+        x, h, hs, pool.shared, pool.pages, pool.page_map, pool.directory, region("work"), region("swork"),
+        region("pair_rows"), region("pair_slots"), region("pair"), sites,
+        gemm.first_site, capacity.ranks, shared_programs, owned_units,
+        K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=split_s, BLOCK_K=SHARED_STEP,
+        VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS, HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity),
+        HAS_OWNED=owned_units > 0, HAS_SHARED=features.shared, PDL=starts_early(x.device),
+        num_warps=SHRINK_WARPS, num_stages=SHRINK_STAGES, **_early(x),
     )  # fmt: skip
-    if features.shared:
-        scale_shared_kernel[features.blocks, PAIR_TOKENS, slices](
-            hs, hd, pool.pages, pool.page_map, pool.directory, region("block"), region("pair_rows"), region("pair"),
-            region("row_slot"), sites, gemm.first_site, capacity.tokens, capacity.pair_ranks,
-            SLICES=slices, SPLIT=split_s, BLOCK_R=256, BLOCK_T=PAIR_TOKENS, VALUES=values,
-            HALVES=1 if x.dtype is torch.float32 else 2, PDL=features.pdl, num_warps=1, **_early(features),
-        )  # fmt: skip
-
-
-def _early(features: Features) -> dict[str, bool]:
-    """Return the launch option that lets a kernel begin before the one ahead of it has ended."""
-    return {"launch_pdl": True} if features.pdl else {}
 
 
 def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm, features: Features) -> torch.Tensor:
     tokens, k = x.shape
     slices = len(gemm.widths)
     out = x.new_empty((tokens + features.rotated * slices, k))
-    block, warps = ROTATE_BLOCK
-    rotate_kernel[(out.shape[0], triton.cdiv(k, block))](
-        x, out, pool.pages, pool.page_map, pool.directory, step.region("counts"), step.region("row_slot"),
-        step.region("rot_rows"), pool.directory.shape[1], gemm.first_site, tokens,
-        K=k, SLICES=slices, BLOCK=block, DEPTH=16, VALUES=pool.values, WHOLE_GRANULES=features.whole_granules,
-        num_warps=warps,
+    if features.prefill and features.whole_granules:
+        tiles = features.tiles * slices + triton.cdiv(tokens, TILE_TOKENS)
+        prefill_rotate_kernel[tiles, triton.cdiv(k, PREFILL_TURN * PREFILL_STEPS)](
+            x, out, pool.pages, pool.page_map, pool.directory, step.region("tile"), step.region("seg_rows"),
+            step.region("rot_position"), pool.directory.shape[1], gemm.first_site, tokens, features.tiles,
+            K=k, SLICES=slices, BLOCK_T=TILE_TOKENS, BLOCK_C=PREFILL_TURN, STEPS=PREFILL_STEPS, VALUES=pool.values,
+            num_warps=4,
+        )  # fmt: skip
+        return out
+    rotate_kernel[(out.shape[0], triton.cdiv(k, ROTATE_BLOCK))](
+        x, out, pool.pages, pool.page_map, pool.directory, step.region("rotated"),
+        pool.directory.shape[1], gemm.first_site, tokens,
+        K=k, SLICES=slices, BLOCK=ROTATE_BLOCK, DEPTH=ROTATE_DEPTH, GROUPS=ROTATE_GROUPS, VALUES=pool.values,
+        WHOLE_GRANULES=features.whole_granules, PDL=starts_early(x.device), num_warps=ROTATE_WARPS, **_early(x),
     )  # fmt: skip
     return out
 
 
 def _expand(
-    y: torch.Tensor, h: torch.Tensor, hd: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors,
-    step: StepRegions, gemm: Gemm, features: Features, size: tuple[int, int],
+    y: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors,
+    step: StepRegions, gemm: Gemm, features: Features, x: torch.Tensor,
 ) -> None:  # fmt: skip
     n0, n1, n2 = gemm.padded
     region, sites, capacity, slices = step.region, pool.directory.shape[1], step.capacity, len(gemm.widths)
-    (tokens, k), given = size, bias if bias is not None else y
+    (tokens, k), given = x.shape, bias if bias is not None else y
     if features.prefill:
-        block_n = 128
-        grid = (sum(triton.cdiv(n, block_n) for n in gemm.widths), features.tiles)
+        block_n = PREFILL_COLUMNS
+        grid = (_blocks(gemm, block_n), features.tiles)
         prefill_expand_kernel[grid](
             y, h, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"),
             region("row_h"), region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens,
-            N0=n0, N1=n1, N2=n2, SLICES=slices, BLOCK_T=TILE_TOKENS, BLOCK_N=block_n, BLOCK_R=16,
-            VALUES=pool.values, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, num_warps=8, num_stages=2,
+            N0=n0, N1=n1, N2=n2, SLICES=slices, BLOCK_T=TILE_TOKENS, BLOCK_N=block_n,
+            BLOCK_R=16, BLOCK_R_S=64, VALUES=pool.values, HAS_SHARED=features.shared, HAS_ROTATION=features.rotated > 0,
+            HAS_BIAS=bias is not None, num_warps=PREFILL_WARPS, num_stages=2, maxnreg=PREFILL_REGISTERS,
         )  # fmt: skip
         return
-    block_n, warps = expand_block(sum(gemm.widths))
-    programs = sum(triton.cdiv(n, block_n) for n in gemm.widths) * features.segments
-    if features.shared:
-        programs += sum(triton.cdiv(n, SHARED_BLOCK) for n in gemm.widths) * features.blocks
-    expand_kernel[(max(1, min(programs, PROGRAMS)),)](
-        y, h, hd, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("row_slot"),
-        region("seg_slot"), region("seg_start"), region("seg_rows"), region("row_h"), region("block"),
-        region("pair_rows"), region("pair"), region("rot_position"), sites, gemm.first_site, capacity.ranks,
-        capacity.tokens, capacity.pair_ranks, tokens,
-        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, BLOCK_N=block_n, BLOCK_R=16,
-        BLOCK_NS=SHARED_BLOCK, BLOCK_RS=SHARED_RANKS, BLOCK_T=PAIR_TOKENS, VALUES=pool.values,
-        HAS_SHARED=features.shared, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=features.pdl,
-        num_warps=warps, **_early(features),
+    early = (features.owned or features.shared) and starts_early(x.device)
+    warps = SHARED_WARPS if features.shared else EXPAND_WARPS
+    block_n = 32 * warps * pool.values
+    rows = max(16, min(SHARED_ROWS, triton.next_power_of_2(capacity.pair_ranks)))
+    owned = _blocks(gemm, block_n) * features.segments
+    columns = shared_columns(sum(gemm.widths))
+    shared = _blocks(gemm, columns) * features.blocks if features.shared else 0
+    tall = min(_blocks(gemm, TALL_COLUMNS) * features.tall, TALL_PROGRAMS)
+    expand_kernel[(max(1, shared + tall + owned),)](
+        y, h, hs, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("segment"),
+        region("tall"), region("block"), region("pair_rows"), region("pair_slots"), region("pair"),
+        region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens, shared, tall,
+        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, SPLIT_S=shared_split(k),
+        BLOCK_N=block_n, ROWS=WIDE_RANK, BLOCK_N_TALL=TALL_COLUMNS, BLOCK_R_TALL=TALL_ROWS,
+        BLOCK_N_S=columns, BLOCK_R_S=rows, WRITTEN=PAIR_RANKS, BLOCK_T=PAIR_TOKENS,
+        HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), VALUES=pool.values, HAS_SHARED=features.shared,
+        HAS_TALL=features.tall > 0, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=early,
+        num_warps=warps, num_stages=EXPAND_STAGES, maxnreg=SHARED_REGISTERS if features.shared else None,
+        **(_early(x) if early else {}),
     )  # fmt: skip
+
+
+def _blocks(gemm: Gemm, columns: int) -> int:
+    return sum(triton.cdiv(width, columns) for width in gemm.widths)

@@ -15,7 +15,7 @@ import torch
 from scute_compile.runtime_min.device_memory import DeviceMemory
 from scute_compile.runtime_min.image import AdapterImage, FactorImage, FactorWindow
 from scute_compile.runtime_min.page_pool import Holding, PagePool, Runs
-from scute_compile.runtime_min.record import PAGE_BYTES, PAGE_GRANULES, Field
+from scute_compile.runtime_min.record import PAGE_BYTES, PAGE_GRANULES, Field, absent_records
 from scute_compile.runtime_min.step_plan import SlotFacts
 
 
@@ -197,6 +197,7 @@ class Residents:
             rank=image.own_rank,
             pair=pairs[0] if pairs else -1,
             pair_rank=image.pairs[0].rank if pairs else 0,
+            beside_pair=_beside_pair(image),
             rotated=image.rotated,
         )
         resident = Resident(image=image, slot=self._slots.pop(), own=own, pairs=pairs, facts=facts)
@@ -301,3 +302,9 @@ class Residents:
 
 def _pairs_of(image: AdapterImage) -> set[tuple[str, str]]:
     return {window.shared for window in image.pairs}
+
+
+def _beside_pair(image: AdapterImage) -> bool:
+    """Return whether an adapter has slots at sites that its shared pair does not touch."""
+    touched = (image.records != absent_records(len(image.records))).any(1)
+    return bool((touched & (image.records[:, Field.PAIR] < 0)).any())

@@ -13,9 +13,6 @@ import torch
 
 from scute_compile.runtime_min.step_plan import OWNED_ROWS, PAIR_RANKS, PAIR_TOKENS, TILE_TOKENS, Capacity, StepPlan
 
-PROGRAMS = 132 * 16
-"""Most programs of a decode launch; they take records of work in turn."""
-
 
 class Product(Protocol):
     """The base's product of one layer: `x @ W`, and its bias where it is asked for."""
@@ -37,17 +34,15 @@ class Features:
     prefill: bool = False
     tiles: int = 0
     """Token tiles of a prefill step."""
-    programs: int = PROGRAMS
+    programs: int = 0
     """Records of the owned shrink per slice and run."""
-    shared_programs: int = PAIR_RANKS
+    shared_programs: int = 0
     """Records of the shared shrink per run."""
-    segments: int = 32
-    blocks: int = 2
+    segments: int = 0
+    blocks: int = 0
     """Blocks of sixteen tokens of a shared pair."""
-    beside: bool = False
-    """Whether the shrink runs on a side stream while the GEMM does."""
-    pdl: bool = False
-    """Whether the expand begins before the shrink has ended (programmatic dependent launch)."""
+    tall: int = 0
+    """Segments whose rank is large."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return the fields in their order, as `of_numbers` takes them."""
@@ -93,6 +88,7 @@ def features_of(plan: StepPlan, *, whole_granules: bool) -> Features:
         shared_programs=plan.shared_work,
         segments=plan.segments,
         blocks=plan.blocks,
+        tall=plan.tall,
     )
 
 
@@ -117,6 +113,7 @@ def fixed_features(capacity: Capacity, *, slots: int, prefill: bool, whole_granu
         shared_programs=blocks * -(-capacity.pair_ranks // PAIR_RANKS),
         segments=capacity.tokens,
         blocks=blocks,
+        tall=capacity.tall,
     )
 
 

@@ -14,10 +14,10 @@ import torch
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
 
-OWNED_ROWS = 2
+OWNED_ROWS = 1
 """Rows of A per program of the decode shrink; of 1, 2 and 4 the best over the four fused sites on an H200."""
-SEGMENT_ROWS = 2
-"""Rows per decode segment: more rows of one adapter become more segments, which run at once; B comes from L2 then."""
+WIDE_RANK = 16
+"""Largest rank of the wide tiles of the decode expand; segments above it are listed for the tall ones as well."""
 PAIR_TOKENS = 16
 PAIR_RANKS = 16
 TILE_TOKENS = 64
@@ -33,6 +33,8 @@ class SlotFacts:
     pair: int = -1
     """Index of its shared pair."""
     pair_rank: int = 0
+    beside_pair: bool = False
+    """Whether it has slots at sites that its shared pair does not touch."""
     rotated: bool = False
 
 
@@ -49,16 +51,20 @@ class Capacity:
     rotated: int = 0
     """Rows whose adapter turns its input."""
 
+    @property
+    def tall(self) -> int:
+        """Most rows whose adapters may have ranks above `WIDE_RANK`."""
+        return min(self.tokens, self.ranks // (WIDE_RANK + 1))
+
     def layout(self) -> Mapping[str, tuple[int, int]]:
         """Return name -> (start, length) of every region of the buffer."""
         t = self.tokens
-        work = t + self.ranks // OWNED_ROWS + 1
+        blocks = t // PAIR_TOKENS + self.pairs + 1
         lengths = {
-            "counts": 8, "row_slot": t, "seg_slot": t, "seg_start": t + 1, "seg_rows": t, "row_h": t,
-            "work": work, "swork": (t // PAIR_TOKENS + self.pairs + 1) * 128,
-            "block": 4 * (t // PAIR_TOKENS + self.pairs + 1),
-            "pair_rows": t, "pair": PAIR_FIELDS * self.pairs, "rot_position": t, "rot_rows": max(1, self.rotated),
-            "tile": 4 * (t // TILE_TOKENS + t + 1),
+            "counts": 4, "row_slot": t, "row_h": t, "seg_rows": t, "segment": 4 * t, "tall": 4 * max(1, self.tall),
+            "work": 4 * (t + self.ranks // OWNED_ROWS + 1), "swork": 4 * blocks * -(-self.pair_ranks // PAIR_RANKS),
+            "block": 4 * blocks, "pair_rows": t, "pair_slots": t, "pair": PAIR_FIELDS * self.pairs,
+            "rot_position": t, "rotated": 2 * max(1, self.rotated), "tile": 4 * (t // TILE_TOKENS + t + 1),
         }  # fmt: skip
         start, regions = 0, {}
         for name, length in lengths.items():
@@ -83,6 +89,7 @@ class StepPlan:
     shared_work: int
     segments: int
     blocks: int
+    tall: int
     prefill: bool = False
 
 
@@ -106,60 +113,68 @@ def plan_step(
     for row, slot in enumerate(rows):
         by_slot.setdefault(slot, []).append(row)
     base_rows = by_slot.pop(-1, [])
-    regions: dict[str, list[int]] = {"row_slot": list(rows), "seg_slot": [], "seg_start": [0], "seg_rows": []}
-    row_h, position, work = [0] * len(rows), 0, []
-    for slot, all_members in sorted(by_slot.items()):
-        for members in _runs(all_members, SEGMENT_ROWS if not prefill else len(all_members)):
-            rank = max(facts[slot].rank, 0)
-            segment = len(regions["seg_slot"])
-            regions["seg_slot"].append(slot)
-            regions["seg_rows"] += members
-            regions["seg_start"].append(len(regions["seg_rows"]))
-            for row in members:
-                row_h[row] = position
-                position += max(rank, facts[slot].pair_rank if prefill else 0)
-            work += [segment << 12 | block for block in range(-(-rank // OWNED_ROWS))]
-    tiles = _tiles(regions["seg_slot"], regions["seg_start"])
-    tiles += _base_tiles(len(regions["seg_rows"]), len(base_rows))
-    segments = len(regions["seg_slot"])
-    for members in _runs(base_rows, SEGMENT_ROWS if not prefill else max(1, len(base_rows))):
-        regions["seg_slot"].append(-1)
-        regions["seg_rows"] += members
-        regions["seg_start"].append(len(regions["seg_rows"]))
+    row_h, position = [0] * len(rows), 0
+    segments: list[tuple[int, Sequence[int]]] = []
+    work: list[int] = []
+    for slot, members in sorted(by_slot.items()):
+        rank = max(facts[slot].rank, 0)
+        segments.append((slot, members))
+        for row in members:
+            row_h[row] = position
+            if not prefill:
+                work += [v for block in range(-(-rank // OWNED_ROWS)) for v in
+                         (slot << 12 | block, row, position, 0)]  # fmt: skip
+            position += max(rank, facts[slot].pair_rank if prefill else 0)
+    segments.append((-1, base_rows))
     shared = _shared(rows, facts)
-    rotated = [row for row, slot in enumerate(rows) if slot >= 0 and facts[slot].rotated]
-    rot_position = [0] * len(rows)
-    for place, row in enumerate(rotated):
-        rot_position[row] = place
-    regions |= {
-        "row_h": row_h, "work": work, **shared, "pair": [value for pair in pairs for value in pair],
-        "rot_position": rot_position, "rot_rows": rotated, "tile": [value for tile in tiles for value in tile],
+    turned = [row for row, slot in enumerate(rows) if slot >= 0 and facts[slot].rotated]
+    regions: dict[str, Sequence[int]] = {
+        "row_slot": rows, "row_h": row_h, "seg_rows": [row for _, members in segments for row in members],
+        "work": work, **shared, "pair": [value for pair in pairs for value in pair],
+        "rot_position": _positions(turned, len(rows)), "rotated": [v for row in turned for v in (row, rows[row])],
     }  # fmt: skip
-    blocks = len(shared["block"]) // 4
-    base_segments = len(regions["seg_slot"]) - segments
-    regions["counts"] = [
-        len(work), len(shared["swork"]), segments, blocks, len(rotated), len(tiles), base_segments, 0
-    ]  # fmt: skip
+    tall: list[int] = []
+    if prefill:
+        regions["tile"] = _tiles(segments)
+    else:
+        owned = [(slot, row) for slot, members in segments if slot < 0 or _owns(facts[slot]) for row in members]
+        regions["segment"] = [v for slot, row in owned for v in (slot, row, row_h[row], 0)]
+        tall = [v for slot, row in owned if slot >= 0 and facts[slot].rank > WIDE_RANK
+                for v in (slot, row, row_h[row], 0)]  # fmt: skip
+        regions["tall"] = tall
+    regions["counts"] = [len(tall) // 4]
     _check(regions, capacity, position)
-    return StepPlan(regions=regions, tokens=len(rows), owned=bool(work), shared=blocks > 0, rotated=len(rotated),
-                    tiles=len(tiles), work=len(work), shared_work=len(shared["swork"]),
-                    segments=segments + base_segments, blocks=blocks, prefill=prefill)  # fmt: skip
+    return StepPlan(regions=regions, tokens=len(rows), owned=position > 0, shared=len(shared["block"]) > 0,
+                    rotated=len(turned), tiles=_records(regions, "tile"), work=_records(regions, "work"),
+                    shared_work=_records(regions, "swork"), segments=_records(regions, "segment"),
+                    blocks=_records(regions, "block"), tall=_records(regions, "tall"), prefill=prefill)  # fmt: skip
 
 
-def _runs(members: Sequence[int], length: int) -> list[list[int]]:
-    return [list(members[at : at + length]) for at in range(0, len(members), length)]
+def _owns(facts: SlotFacts) -> bool:
+    """Return whether a segment of its own has anything to do at some site."""
+    return facts.pair < 0 or facts.beside_pair
 
 
-def _tiles(slots: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    return [
-        (slot, first, min(TILE_TOKENS, starts[segment + 1] - first), 0)
-        for segment, slot in enumerate(slots)
-        for first in range(starts[segment], starts[segment + 1], TILE_TOKENS)
-    ]
+def _records(regions: Mapping[str, Sequence[int]], name: str) -> int:
+    return len(regions.get(name, ())) // 4
 
 
-def _base_tiles(start: int, count: int) -> list[tuple[int, int, int, int]]:
-    return [(-1, start + at, min(TILE_TOKENS, count - at), 0) for at in range(0, count, TILE_TOKENS)]
+def _positions(listed: Sequence[int], rows: int) -> list[int]:
+    """Return each row's place among the listed ones; -1 for others."""
+    positions = [-1] * rows
+    for place, row in enumerate(listed):
+        positions[row] = place
+    return positions
+
+
+def _tiles(segments: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+    tiles: list[int] = []
+    start = 0
+    for slot, members in segments:
+        for first in range(0, len(members), TILE_TOKENS):
+            tiles += [slot, start + first, min(TILE_TOKENS, len(members) - first), 0]
+        start += len(members)
+    return tiles
 
 
 def _shared(rows: Sequence[int], facts: Mapping[int, SlotFacts]) -> dict[str, list[int]]:
@@ -173,11 +188,11 @@ def _shared(rows: Sequence[int], facts: Mapping[int, SlotFacts]) -> dict[str, li
     for pair, members in sorted(by_pair.items()):
         rank = facts[rows[members[0]]].pair_rank
         for start in range(0, len(members), PAIR_TOKENS):
-            number = len(block) // 4
-            block += [pair, len(listed) + start, min(PAIR_TOKENS, len(members) - start), 0]
-            swork += [number << 12 | ranks for ranks in range(-(-rank // PAIR_RANKS))]
+            part = (pair, len(listed) + start, min(PAIR_TOKENS, len(members) - start))
+            block += [*part, 0]
+            swork += [value for ranks in range(-(-rank // PAIR_RANKS)) for value in (*part, ranks)]
         listed += members
-    return {"swork": swork, "block": block, "pair_rows": listed}
+    return {"swork": swork, "block": block, "pair_rows": listed, "pair_slots": [rows[row] for row in listed]}
 
 
 def _check(regions: Mapping[str, Sequence[int]], capacity: Capacity, ranks: int) -> None:
@@ -201,8 +216,11 @@ class StepRegions:
 
     def region(self, name: str) -> torch.Tensor:
         """Return a view of one region on the device."""
+        return self._part(self.device_copy, name)
+
+    def _part(self, whole: torch.Tensor, name: str) -> torch.Tensor:
         start, length = self.layout[name]
-        return self.device_copy[start : start + length]
+        return whole[start : start + length]
 
 
 HOST_COPIES = 4
@@ -221,25 +239,24 @@ class StepBuffers(StepRegions):
         super().__init__(capacity, torch.zeros(size, dtype=torch.int32, device=device))
         cuda = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(HOST_COPIES if cuda else 1)]
+        self._absent = torch.zeros(size, dtype=torch.int32)
+        for name in ("row_slot", "segment", "work", "rotated", "rot_position"):
+            self._part(self._absent, name).fill_(-1)
+        self._part(self._absent, "tile")[::4] = -1
         self._read: list[torch.cuda.Event | None] = [None] * len(self._hosts)
         self._turn = 0
 
     def fill(self, plan: StepPlan) -> None:
         """Copy a plan to the device in one piece, on the current stream; the host waits for older copies alone.
 
-        Rows beyond the plan's tokens belong to no adapter, and tiles and blocks beyond its own hold no rows: a graph
-        that was captured for larger steps launches programs for them too.
+        Rows beyond the plan's tokens belong to no adapter, and records beyond its own hold no rows: a graph that was
+        captured for larger steps launches programs for them too.
         """
         host = self._host()
-        for name, absent in (("row_slot", -1), ("block", 0), ("tile", 0)):
-            start, length = self.layout[name]
-            host[start : start + length] = absent
-        start, length = self.layout["tile"]
-        host[start : start + length : 4] = -1
+        host.copy_(self._absent)
         for name, values in plan.regions.items():
-            start, _ = self.layout[name]
             if values:
-                host[start : start + len(values)] = torch.tensor(list(values), dtype=torch.int32)
+                self._part(host, name)[: len(values)] = torch.tensor(list(values), dtype=torch.int32)
         self.device_copy.copy_(host, non_blocking=True)
         if self.device_copy.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it unannotated

@@ -167,7 +167,11 @@ def step_of(
     slots = {number: held.resident[name] for number, name in enumerate(ADAPTERS)}
     if buffers is None:
         capacity = Capacity(
-            tokens=96 if prefill else 32, ranks=4096, pairs=len(held.pairs), pair_ranks=PAIR_RANK, rotated=8
+            tokens=96 if prefill else 32,
+            ranks=4096 if prefill else 256,
+            pairs=len(held.pairs),
+            pair_ranks=PAIR_RANK,
+            rotated=8,
         )
         buffers = StepBuffers(capacity, torch.device("cpu"))
     plan = plan_step(
@@ -218,6 +222,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from scute_compile.runtime_min import launch
 
     monkeypatch.setattr(launch, "RUN_GRANULES", 48)
+    monkeypatch.setattr(launch, "OWNED_PROGRAMS", 100)
+    monkeypatch.setattr(launch, "TALL_PROGRAMS", 4)
     monkeypatch.setattr(launch, "shared_split", lambda k: max(1, k // 200))
     torch.use_deterministic_algorithms(mode=True)
     assert torch.zeros(1).new_empty(64).isnan().all()

@@ -34,28 +34,60 @@ PAIR = tl.constexpr(15)
 
 
 @triton.jit
+def page_of(page_map_ptr, first_page, granule, mask):
+    """Return the physical page of each logical granule.
+
+    `evict_last`: the map is small and read at every site, and base weights would push it out of L2 between two steps.
+    """
+    return tl.load(
+        page_map_ptr + first_page + granule // PAGE_GRANULES, mask=mask, other=0, eviction_policy="evict_last"
+    )
+
+
+@triton.jit
+def in_page(page, granule):
+    """Return the physical granule of each logical one, whose page is known."""
+    return page.to(tl.int64) * PAGE_GRANULES + granule % PAGE_GRANULES
+
+
+@triton.jit
 def place(page_map_ptr, first_page, granule, mask):
     """Return the physical granule of each logical one."""
-    page = tl.load(page_map_ptr + first_page + granule // PAGE_GRANULES, mask=mask, other=0)
-    return page.to(tl.int64) * PAGE_GRANULES + granule % PAGE_GRANULES
+    return in_page(page_of(page_map_ptr, first_page, granule, mask), granule)
+
+
+@triton.jit
+def load_granules(pages_ptr, granule, mask, VALUES: tl.constexpr):
+    """Return whole granules from their physical places: `(G,)` -> `(G, VALUES)`."""
+    where = granule[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
+    where = tl.max_contiguous(tl.multiple_of(where, [1, VALUES]), [1, VALUES])
+    return tl.load(pages_ptr + where, mask=mask[:, None], other=0.0)
 
 
 @triton.jit
 def load_row(pages_ptr, page_map_ptr, first_page, granule, mask, VALUES: tl.constexpr):
     """Return whole granules of one row: `(G,)` granules -> `(G, VALUES)`."""
-    where = place(page_map_ptr, first_page, granule, mask)[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
-    return tl.load(
-        pages_ptr + tl.max_contiguous(tl.multiple_of(where, [1, VALUES]), [1, VALUES]), mask=mask[:, None], other=0.0
-    )
+    return load_granules(pages_ptr, place(page_map_ptr, first_page, granule, mask), mask, VALUES)
 
 
 @triton.jit
 def load_rows(pages_ptr, page_map_ptr, first_page, granule, mask, VALUES: tl.constexpr):
-    """Return whole granules of several rows: `(R, G)` granules -> `(R, G, VALUES)`."""
+    """Return whole granules of several rows: `(R, G)` granules -> `(R, G, VALUES)`.
+
+    All look-ups go before all loads. Without the barrier the compiler sinks each look-up to its load, to save
+    registers, and a thread waits for memory twice per granule instead of twice in all.
+    """
     first = place(page_map_ptr, first_page, granule, mask)[:, :, None] * VALUES
+    tl.debug_barrier()
     where = first + tl.arange(0, VALUES)[None, None, :]
     where = tl.max_contiguous(tl.multiple_of(where, [1, 1, VALUES]), [1, 1, VALUES])
     return tl.load(pages_ptr + where, mask=mask[:, :, None], other=0.0)
+
+
+@triton.jit
+def field(record, FIELD: tl.constexpr, mask=None, other=None):
+    """Return a field of a directory record, or of several; kept in L2 as the page map is."""
+    return tl.load(record + FIELD, mask=mask, other=other, eviction_policy="evict_last")
 
 
 @triton.jit

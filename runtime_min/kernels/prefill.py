@@ -1,5 +1,6 @@
-"""Prefill: many rows per adapter, so both halves run on tensor cores over blocks of one adapter's tokens.
+"""Prefill: many rows per adapter, so everything runs on tensor cores over blocks of one adapter's tokens.
 
+`prefill_rotate` writes delta rows below a copy of x, as the decode form does, each of R's blocks read once per tile.
 `prefill_shrink` leaves `h * d`; `prefill_expand` multiplies by B and finishes the output tile that it holds: base, ds,
 b and e in float32, one rounding. Owned and shared factors are read alike; a record says where they lie.
 """
@@ -21,7 +22,9 @@ from scute_compile.runtime_min.kernels.paging import (
     E_OFFSET,
     OWN_PAGES,
     PAIR,
+    R_BLOCK,
     R_OFFSET,
+    R_SHARED,
     RANK,
     RECORD,
     SHIFT_OFFSET,
@@ -33,10 +36,76 @@ from scute_compile.runtime_min.kernels.paging import (
 
 
 @triton.jit
+def _turned(
+    x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr, K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Return `x (R - I)` of a tile `(BLOCK_T, BLOCK_C)`: R's blocks lie on the diagonal of what x is multiplied by."""
+    granule = column // VALUES + tl.arange(0, BLOCK_C // VALUES)
+    first = granule * VALUES  # a granule lies in one block
+    stored = tl.where(repeats, 0, first // block) * block
+    total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
+    for start in range(column // block * block, tl.minimum(K, column + BLOCK_C + block - 1) // block * block, BLOCK_C):
+        k = start + tl.arange(0, BLOCK_C)
+        x = tl.load(x_row[:, None] + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
+        where = offset + ((stored[None, :] + (k % block)[:, None]) * block + (first % block)[None, :]) // VALUES
+        mask = ((k // block)[:, None] == (first // block)[None, :]) & (first < K)[None, :] & (k < K)[:, None]
+        turn = tl.reshape(load_rows(pages_ptr, page_map_ptr, own, where, mask, VALUES), [BLOCK_C, BLOCK_C])
+        total = tl.dot(x, turn, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["first_site", "tokens", "tiles"])
+def prefill_rotate_kernel(
+    x_ptr, out_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, rot_position_ptr, sites, first_site,
+    tokens, tiles,
+    K: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    """See `scute_compile.runtime_min.reference.rotate`. Grid: tiles of each slice, then tiles of plain rows; columns."""
+    unit, begin = tl.program_id(0), tl.program_id(1) * BLOCK_C * STEPS
+    if unit >= tiles * SLICES:
+        row = ((unit - tiles * SLICES) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+        columns = begin + tl.arange(0, BLOCK_C * STEPS)
+        mask = (row < tokens)[:, None] & (columns < K)[None, :]
+        where = row[:, None] * K + columns[None, :]
+        tl.store(out_ptr + where, tl.load(x_ptr + where, mask=mask), mask=mask)
+    else:
+        which, tile = unit % SLICES, tile_ptr + unit // SLICES * 4
+        slot, first, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        record = directory_ptr + (tl.maximum(slot, 0) * sites + first_site + which) * RECORD
+        own, offset, block = tl.load(record + OWN_PAGES), tl.load(record + R_OFFSET), tl.load(record + R_BLOCK)
+        repeats = tl.load(record + R_SHARED) > 0
+        held = tl.arange(0, BLOCK_T) < count
+        token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0).to(tl.int64)
+        turned = tl.load(rot_position_ptr + token, mask=held, other=-1)
+        if (slot >= 0) & (tl.max(turned) >= 0):
+            x_row = x_ptr + token * K
+            out_row = out_ptr + (tokens + turned * SLICES + which).to(tl.int64) * K
+            for step in tl.static_range(STEPS):
+                column = begin + step * BLOCK_C
+                columns = column + tl.arange(0, BLOCK_C)
+                mask = held[:, None] & (columns < K)[None, :]
+                total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
+                if offset >= 0:
+                    if block == 1:
+                        delta = load_values(pages_ptr, page_map_ptr, own, offset, columns, columns < K, VALUES)
+                        x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
+                        total = x.to(tl.float32) * delta.to(tl.float32)[None, :]
+                    else:
+                        total = _turned(
+                            x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr,
+                            K, BLOCK_T, BLOCK_C, VALUES,
+                        )  # fmt: skip
+                tl.store(out_row[:, None] + columns[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def prefill_shrink_kernel(
     x_ptr, h_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
     sites, first_site, h_capacity,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_R_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    VALUES: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
     """See `scute_compile.runtime_min.reference.shrink`. Grid: tiles of tokens, slices, and ranks in turn."""
     tile, which = tl.program_id(0), tl.program_id(1)
@@ -54,21 +123,34 @@ def prefill_shrink_kernel(
         held = tl.arange(0, BLOCK_T) < count
         token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0)
         h_row = tl.load(row_h_ptr + token, mask=held, other=0)
-        STEP: tl.constexpr = BLOCK_K // VALUES
-        for start in range(tl.program_id(2) * BLOCK_R, rank, tl.num_programs(2) * BLOCK_R):
-            rows = start + tl.arange(0, BLOCK_R)
-            total = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-            for step in range(0, K, BLOCK_K):
-                k = step + tl.arange(0, BLOCK_K)
-                mask = held[:, None] & (k < K)[None, :]
-                x = tl.load(x_ptr + token.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
-                granule = step // VALUES + tl.arange(0, STEP)
-                if pair >= 0:
+        h_place = h_ptr + which * h_capacity + h_row
+        if HAS_SHARED & (pair >= 0):
+            for start in range(tl.program_id(2) * BLOCK_R_S, rank, tl.num_programs(2) * BLOCK_R_S):
+                rows = start + tl.arange(0, BLOCK_R_S)
+                total = tl.zeros([BLOCK_T, BLOCK_R_S], dtype=tl.float32)
+                for step in range(0, K, BLOCK_K):
+                    k = step + tl.arange(0, BLOCK_K)
+                    mask = held[:, None] & (k < K)[None, :]
+                    x = tl.load(x_ptr + token.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
                     a = tl.load(
-                        shared_ptr + a_first + rows[:, None] * a_stride + k[None, :],
-                        mask=(rows < rank)[:, None] & (k < K)[None, :], other=0.0,
+                        shared_ptr + a_first + rows[None, :] * a_stride + k[:, None],
+                        mask=(rows < rank)[None, :] & (k < K)[:, None], other=0.0,
                     )  # fmt: skip
-                else:
+                    total = tl.dot(x, a, total, input_precision="ieee")
+                if d_offset >= 0:
+                    d = load_values(pages_ptr, page_map_ptr, own, d_offset, rows, rows < rank, VALUES)
+                    total *= d.to(tl.float32)[None, :]
+                tl.store(h_place[:, None] + rows[None, :], total, mask=held[:, None] & (rows < rank)[None, :])
+        else:
+            STEP: tl.constexpr = BLOCK_K // VALUES
+            for start in range(tl.program_id(2) * BLOCK_R, rank, tl.num_programs(2) * BLOCK_R):
+                rows = start + tl.arange(0, BLOCK_R)
+                total = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+                for step in range(0, K, BLOCK_K):
+                    k = step + tl.arange(0, BLOCK_K)
+                    mask = held[:, None] & (k < K)[None, :]
+                    x = tl.load(x_ptr + token.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
+                    granule = step // VALUES + tl.arange(0, STEP)
                     a = tl.reshape(
                         load_rows(
                             pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
@@ -76,12 +158,24 @@ def prefill_shrink_kernel(
                         ),
                         [BLOCK_R, BLOCK_K],
                     )  # fmt: skip
-                total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
-            if d_offset >= 0:
-                d = load_values(pages_ptr, page_map_ptr, own, d_offset, rows, rows < rank, VALUES)
-                total *= d.to(tl.float32)[None, :]
-            where = which * h_capacity + h_row[:, None] + rows[None, :]
-            tl.store(h_ptr + where, total, mask=held[:, None] & (rows < rank)[None, :])
+                    total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+                tl.store(h_place[:, None] + rows[None, :], total, mask=held[:, None] & (rows < rank)[None, :])
+
+
+@triton.jit
+def _rows_of_h(h_row, rows, rank, held):
+    """Return a tile of the shrink's result."""
+    return tl.load(h_row[:, None] + rows[None, :], mask=held[:, None] & (rows < rank)[None, :], other=0.0)
+
+
+@triton.jit
+def _halves(total, h, b):
+    """Add `h B` on tensor cores, with h in two halves of B's dtype: its rounding, and what that left."""
+    high = h.to(b.dtype)
+    total = tl.dot(high, b, total, input_precision="ieee")
+    if b.dtype != tl.float32:
+        total = tl.dot((h - high.to(tl.float32)).to(b.dtype), b, total)
+    return total
 
 
 @triton.jit
@@ -89,7 +183,8 @@ def prefill_expand_kernel(
     y_ptr, h_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
     rot_position_ptr, sites, first_site, h_capacity, tokens,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, VALUES: tl.constexpr, HAS_ROTATION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_R_S: tl.constexpr, VALUES: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_ROTATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """See `scute_compile.runtime_min.reference.apply_site`; tiles with slot -1 get the base's bias alone."""
@@ -110,6 +205,12 @@ def prefill_expand_kernel(
         ds_offset, shift_offset = tl.load(record + DS_OFFSET), tl.load(record + SHIFT_OFFSET)
         e_offset, r_offset = tl.load(record + E_OFFSET), tl.load(record + R_OFFSET)
         if (rank > 0) | (ds_offset >= 0) | (shift_offset >= 0) | (r_offset >= 0) | HAS_BIAS:
+            # what the end needs is on its way before the products
+            base = tl.load(y_ptr + where, mask=inside, other=0.0)
+            ds = load_values(
+                pages_ptr, page_map_ptr, own, ds_offset, columns, in_slice & (ds_offset >= 0), VALUES
+            )  # fmt: skip
+            e = load_values(pages_ptr, page_map_ptr, own, e_offset, columns, in_slice & (e_offset >= 0), VALUES)
             total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
             if rank > 0:
                 first_page, offset, stride = (
@@ -120,18 +221,18 @@ def prefill_expand_kernel(
                 h_row = tl.load(row_h_ptr + token, mask=held, other=0)
                 STEP: tl.constexpr = BLOCK_N // VALUES
                 granule = column // VALUES + tl.arange(0, STEP)
-                for start in range(0, rank, BLOCK_R):
-                    rows = start + tl.arange(0, BLOCK_R)
-                    h = tl.load(
-                        h_ptr + which * h_capacity + h_row[:, None] + rows[None, :],
-                        mask=held[:, None] & (rows < rank)[None, :], other=0.0,
-                    )  # fmt: skip
-                    if pair >= 0:
+                h_place = h_ptr + which * h_capacity + h_row
+                if HAS_SHARED & (pair >= 0):  # larger blocks; which ones is up to the adapter, not to the batch
+                    for start in range(0, rank, BLOCK_R_S):
+                        rows = start + tl.arange(0, BLOCK_R_S)
                         b = tl.load(
                             shared_ptr + b_first + rows[:, None] * b_stride + columns[None, :],
                             mask=(rows < rank)[:, None] & in_slice[None, :], other=0.0,
                         )  # fmt: skip
-                    else:
+                        total = _halves(total, _rows_of_h(h_place, rows, rank, held), b)
+                else:
+                    for start in range(0, rank, BLOCK_R):
+                        rows = start + tl.arange(0, BLOCK_R)
                         b = tl.reshape(
                             load_rows(
                                 pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
@@ -139,14 +240,10 @@ def prefill_expand_kernel(
                             ),
                             [BLOCK_R, BLOCK_N],
                         )  # fmt: skip
-                    high = h.to(b.dtype)
-                    total = tl.dot(high, b, total, input_precision="ieee")
-                    if b.dtype != tl.float32:
-                        total = tl.dot((h - high.to(tl.float32)).to(b.dtype), b, total)
+                        total = _halves(total, _rows_of_h(h_place, rows, rank, held), b)
                 if e_offset >= 0:
-                    e = load_values(pages_ptr, page_map_ptr, own, e_offset, columns, in_slice, VALUES)
                     total *= e.to(tl.float32)[None, :]
-            z = tl.load(y_ptr + where, mask=inside, other=0.0).to(tl.float32)
+            z = base.to(tl.float32)
             if HAS_BIAS:
                 z += tl.load(bias_ptr + origin + columns, mask=in_slice, other=0.0).to(tl.float32)[None, :]
             if HAS_ROTATION:
@@ -154,10 +251,7 @@ def prefill_expand_kernel(
                     row = tokens + tl.load(rot_position_ptr + token, mask=held, other=0) * SLICES + which
                     place = row.to(tl.int64)[:, None] * N + origin + columns[None, :]
                     z += tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
-            total += z
-            if ds_offset >= 0:
-                ds = load_values(pages_ptr, page_map_ptr, own, ds_offset, columns, in_slice, VALUES)
-                total += z * ds.to(tl.float32)[None, :]
+            total += z * (1.0 + ds.to(tl.float32))[None, :]
             if shift_offset >= 0:
                 total += load_shift(pages_ptr, page_map_ptr, own, shift_offset, columns, in_slice)[None, :]
             tl.store(y_ptr + where, total.to(y_ptr.dtype.element_ty), mask=inside)
