@@ -92,7 +92,7 @@ def open_artifact(path: Path | str, *, verify_hashes: bool = True) -> Artifact:
     Args:
         path: The artifact's folder, inside its store.
         verify_hashes: Whether the files' bytes are hashed too; names, sizes, shapes and the manifest's own digest are
-            checked in any case.
+            checked in any case. Who loads tensors needs no hash here: it is checked again for every file that is read.
 
     Raises:
         ScuteError: SC601 (no manifest, or not this schema), SC602 (version), SC603 (digest, sizes, hashes), SC604
