@@ -219,6 +219,15 @@ class Code(Enum):
         "With `--lora-sharding full` a rank holds a part of both factors, so that ranks must exchange what stands "
         "between them; a runtime that doesn't would add a part of the adapter and call it all.",
     )
+    SC813 = (
+        "the step broke off",
+        "The model raised an error in the middle of a step of a continuous batch. The requests that took part end, "
+        "since the cache holds a part of what they need; those that wait are served.",
+    )
+    SC814 = (
+        "the device's memory is too small",
+        "The base, its adapters and the batch don't fit on the device together.",
+    )
 
     @property
     def title(self) -> str:

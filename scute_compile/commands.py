@@ -268,6 +268,11 @@ def run_demo(out: Path | None, *, quiet: bool) -> DemoReport:
     return demo(out, quiet=quiet)
 
 
+def _of_adapter(name: str, diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """Say which adapter of a call a diagnostic is about; artifacts of several stores may have one name."""
+    return [replace(one, where=f"{name}: {one.where}") for one in diagnostics]
+
+
 def run_prompts(
     base: str,
     adapters: Sequence[str],
@@ -279,11 +284,17 @@ def run_prompts(
     from scute_compile.run_request import RunReport, parse_request
 
     request = parse_request(adapters, prompts)
-    artifacts = {name: open_artifact(source) for name, source in request.adapters}
+    artifacts, findings = {}, Findings()
+    for name, source in request.adapters:
+        try:
+            artifacts[name] = open_artifact(source)
+        except ScuteError as error:
+            findings.diagnostics.extend(_of_adapter(name, error.diagnostics))
+    findings.raise_if_errors()
     opened = open_model(base, weights=True)
-    wrong = [finding for artifact in artifacts.values() for finding in other_base(artifact, opened)]
-    if wrong:
-        raise ScuteError(wrong)
+    for name, artifact in artifacts.items():
+        findings.diagnostics.extend(_of_adapter(name, other_base(artifact, opened)))
+    findings.raise_if_errors()
     try:
         from scute_compile.runtime_min.run_command import BaseModel, run
     except ModuleNotFoundError as error:
