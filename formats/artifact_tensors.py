@@ -42,7 +42,7 @@ def load_rank(artifact: Artifact, rank: int) -> Mapping[str, torch.Tensor]:
         raw = _read(path)
     except ScuteError as error:
         _refuse_other(artifact, Code.SC603, path, error.diagnostics[0].found)
-    digest = hashlib.sha256(raw.numpy()).hexdigest()
+    digest = hashlib.sha256(raw.numpy().data).hexdigest()
     if digest != record.sha256 or artifact.replaced():
         _refuse_other(artifact, Code.SC603, path, f"sha256 {digest}", expected=f"sha256 {record.sha256}")
     return _finite(artifact, _tensors(raw, path))
@@ -63,7 +63,7 @@ def load_factor(artifact: Artifact, digest: str) -> torch.Tensor:
     except KeyError:
         _refuse_other(artifact, Code.SC606, path, "other tensors than a factor's")
     found = hashlib.sha256(factor_hash_prefix(record.dtype.value, record.rank, record.features))
-    found.update(factor.contiguous().view(torch.uint8).numpy())
+    found.update(factor.contiguous().view(torch.uint8).numpy().data)
     if found.hexdigest() != digest or factor.shape != (record.rank, record.features):
         _refuse_other(artifact, Code.SC606, path, f"a factor of hash {found.hexdigest()}", expected=f"hash {digest}")
     _finite(artifact, {path.name: factor})

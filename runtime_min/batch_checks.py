@@ -29,7 +29,7 @@ def check_request(request: Request, *, longest: int, vocabulary: int) -> None:
 
 def _check_form(request: Request) -> None:
     within = request.first_token_within
-    odd = [token for token in request.prompt if not isinstance(token, Integral)]
+    odd: list[object] = [token for token in request.prompt if not isinstance(token, Integral)]
     if not isinstance(request.max_new_tokens, Integral):
         odd.append(request.max_new_tokens)
     if within is not None and (not isinstance(within, Real) or math.isnan(within)):

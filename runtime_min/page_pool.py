@@ -140,7 +140,7 @@ class PagePool:
         wrong = given[~inside] if not inside.all() else whole[~self._lent[whole]]
         if len(wrong) or len(np.unique(whole)) < len(whole):
             what = f"page {wrong[0]}, which is not lent" if len(wrong) else "a page that stands there twice"
-            fail(Code.SC703, where="a loan that is given back", found=what, expected="pages that `lend` gave, each once",
+            fail(Code.SC703, where="a loan that is given back", found=what, expected="pages of a loan, each once",
                  next="give back each page of a loan once")  # fmt: skip
         return whole
 

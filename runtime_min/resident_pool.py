@@ -221,7 +221,7 @@ class ResidentPool:
         return self._leases.take(slots, tuple(self._current[name] for name in slots))
 
     def release(self, lease: Lease) -> None:
-        """Give a step's adapters back, once its kernels were given to the current stream. Raises SC703 the second time."""
+        """Give a step's adapters back, once its kernels were given to the current stream. Raises SC703 if it was."""
         self._leases.give_back(lease, self.memory.mark_use())
         for resident in lease.residents:
             if resident.retired:

@@ -66,7 +66,7 @@ def shape_of(input_ids: torch.Tensor | None, embeddings: torch.Tensor | None) ->
         fail(
             Code.SC703, where="input_ids" if given is input_ids else "inputs_embeds",
             found=f"a tensor of shape {list(shape)}" if shape else f"a {type(given).__name__}",
-            expected="a tensor of rows and tokens, at least one of each", next="pass one row per sequence, padded alike",
+            expected="a tensor of rows and tokens, at least one of each", next="pass one row per sequence",
         )  # fmt: skip
     return shape[0], shape[1]
 

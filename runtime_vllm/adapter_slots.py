@@ -99,7 +99,7 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         self._held = frozenset(numbers)
         self._kept = {number: model for number, model in self._kept.items() if number in self._held}
 
-    def kept(self, lora_id: int) -> Any:  # noqa: ANN401 - vLLM's LoRAModel
+    def kept(self, lora_id: int) -> Any:
         """Return the model of a held adapter that vLLM has forgotten; None where there is none."""
         return self._kept.get(lora_id)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,6 @@ def test_requests_of_another_form_are_refused_alone(make: Make) -> None:
             Request(prompt=(3,), max_new_tokens=2.5),  # type: ignore[arg-type]
             Request(prompt=(3,), first_token_within=float("nan")),
         ):
-            refused("SC703", "whole numbers", lambda odd=odd: batch.submit(odd))
+            refused("SC703", "whole numbers", partial(batch.submit, odd))
         list(batch.run())
     assert good.tokens == alone.says(good.request)

@@ -147,7 +147,7 @@ def changed(base: Path, tmp_path: Path, file: str, **fields: object) -> Path:
     return folder
 
 
-ASKS = {
+ASKS: dict[str, dict[str, object]] = {
     "beams": {"num_beams": 3},
     "samples": {"do_sample": True, "num_return_sequences": 3},
     "a penalty": {"repetition_penalty": 5.0},

@@ -1,4 +1,4 @@
-"""Calls of a served model that can't be right are refused before anything runs, and a call that breaks holds nothing."""
+"""Calls of a served model that can't be right are refused before anything runs; one that breaks holds nothing."""
 
 from __future__ import annotations
 

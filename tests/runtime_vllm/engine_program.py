@@ -97,7 +97,7 @@ class Commands:
             prompt = {"prompt_token_ids": row["prompt"]}
             request = _request(row["adapter"])
             engine.add_request(f"row {number}", prompt, self._sampling(tokens), lora_request=request)
-        does = {"remove": shutil.rmtree, "load": self.load, "unload": self.unload}
+        does: dict[str, Callable[[Json], Json]] = {"remove": shutil.rmtree, "load": self.load, "unload": self.unload}
         finished, said, taken = {}, [], 0
         while engine.has_unfinished_requests():
             if taken == steps:
