@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Adapter, Engine, RefusedError, Row, started
 from tests.runtime_vllm.tenants import Tenants, prompt_of
 
 FIVE = ("lora", "dora", "ia3", "vera", "oft")
@@ -56,6 +56,20 @@ def test_files_that_go_while_requests_wait_for_their_adapters_harm_none(
     with pytest.raises(RefusedError, match=adapters[0].name):
         engine.generate(_rows(adapters[:1]))
     llama.assert_served(engine, "dora", None)
+
+
+def test_every_rank_keeps_what_requests_were_admitted_with(llama: Tenants, shared_folder: Path, tmp_path: Path) -> None:
+    names = ("lora", "dora", "ia3", "vera")
+    store = tmp_path / "store"
+    adapters = [llama.request(llama.compiled(llama.folder(name), store, name=name, tp=2)) for name in names]
+    log = shared_folder / "logs" / "held-tp2"
+    with started(
+        llama.base, log, settings=SEVERAL_PROCESSES, tensor_parallel_size=2, max_loras=1, max_cpu_loras=1
+    ) as engine:
+        answers, said = engine.meanwhile(_rows(adapters), [("remove", adapter.path) for adapter in adapters])
+        assert said == ("",) * len(adapters)
+        for name, answer in zip(names, answers, strict=True):
+            llama.assert_equal(answer, name)
 
 
 def test_an_adapter_that_is_unloaded_while_a_request_uses_it_serves_that_request(
