@@ -82,7 +82,7 @@ def is_artifact(path: Path | str) -> bool:
     """Return whether a folder holds a manifest; whether it is a good one, `open_artifact` says."""
     try:
         return (Path(path) / MANIFEST).is_file()
-    except OSError:
+    except (OSError, ValueError):  # names too long, or with a zero byte
         return False
 
 
@@ -92,7 +92,7 @@ def open_artifact(path: Path | str, *, verify_hashes: bool = True) -> Artifact:
     Args:
         path: The artifact's folder, inside its store.
         verify_hashes: Whether the files' bytes are hashed too; names, sizes, shapes and the manifest's own digest are
-            checked in any case.
+            checked in any case. Who loads tensors needs no hash here: it is checked again for every file that is read.
 
     Raises:
         ScuteError: SC601 (no manifest, or not this schema), SC602 (version), SC603 (digest, sizes, hashes), SC604
@@ -100,7 +100,7 @@ def open_artifact(path: Path | str, *, verify_hashes: bool = True) -> Artifact:
             reported together.
     """
     while True:
-        folder = Path(path).resolve()
+        folder = Path(path).resolve() if is_artifact(path) else Path(path)
         before = _identity(folder)
         try:
             artifact = _open(path, folder, before, verify_hashes=verify_hashes)
@@ -137,7 +137,7 @@ def _identity(folder: Path) -> Identity:
     try:
         manifest = (folder / MANIFEST).stat()
         return folder.stat().st_ino, manifest.st_ino, manifest.st_ctime_ns
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 

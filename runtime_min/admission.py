@@ -36,6 +36,16 @@ class Room:
         return f"{self.slots} slots, {own} bytes, {shared} bytes of shared factors, {self.pairs} shared pairs"
 
 
+def check_pool(*, num_pages: int, slots: int, shared_pages: int, tp: int, rank: int) -> None:
+    """Refuse a pool of no size, and a rank that there isn't (SC703)."""
+    if num_pages < 1 or slots < 1 or shared_pages < 0 or not 0 <= rank < tp:
+        fail(
+            Code.SC703, where="a pool",
+            found=f"{num_pages} pages, {slots} slots, {shared_pages} pages of shared factors, rank {rank} of {tp}",
+            expected="at least 1 page and 1 slot, and ranks from 0 to below tp", next="choose other sizes",
+        )  # fmt: skip
+
+
 def check_known(names: Iterable[str], known: Mapping[str, object]) -> None:
     """Refuse names that the pool doesn't know, all of them together (SC802)."""
     findings = Findings()

@@ -11,11 +11,18 @@ from math import inf
 from threading import Lock
 from typing import Any, Self
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Diagnostic, ScuteError, fail
+from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_min.admission import check_known
+from scute_compile.runtime_min.batch_checks import (
+    broken_off,
+    check_batch_sizes,
+    check_request,
+    check_same,
+    refuse_closed,
+    too_late,
+)
 from scute_compile.runtime_min.queue_forecast import Capacity, Running, ServiceTimes, Stopwatch, Waiting
-from scute_compile.runtime_min.queue_policy import Decision, Dropped, Policy, decide
+from scute_compile.runtime_min.queue_policy import Decision, Policy, decide
 from scute_compile.runtime_min.served_model import ServedModel
 from scute_compile.runtime_min.served_step import LoadedFacts
 from scute_compile.runtime_min.tickets import Event, Phase, Request, Ticket
@@ -68,7 +75,10 @@ class ContinuousBatch:
             ScuteError: SC703 (sizes that don't go together, or don't fit the memory), SC809 (a model that can't be
                 batched this way).
         """
-        _check_sizes(served, cache_tokens=cache_tokens, requests=requests, step_tokens=step_tokens, page=page)
+        check_batch_sizes(
+            cache_tokens=cache_tokens, requests=requests, step_tokens=step_tokens, page=page,
+            max_tokens=served.max_tokens,
+        )  # fmt: skip
         self._served, self._policy, self._clock, self._page = served, policy, clock, page
         size = CacheSize(tokens=cache_tokens, page=page, requests=requests, step_tokens=step_tokens)
         self._steps = TransformersBatch(served, size, _ends(served.model) if ends is None else ends)
@@ -84,6 +94,7 @@ class ContinuousBatch:
         self._members: dict[int, _Member] = {}
         self._events: list[Event] = []
         self._watch = Stopwatch()
+        self._closed = False
 
     @property
     def cache_bytes(self) -> int:
@@ -111,8 +122,11 @@ class ContinuousBatch:
         """Take a request; it joins when there is room.
 
         Raises:
-            ScuteError: SC802 (no such adapter), SC807 (it can never be served); nobody else hears of it.
+            ScuteError: SC802 (no such adapter), SC807 (it can never be served), SC703 (no request, or the batch was
+                closed); nobody else hears of it.
         """
+        if self._closed:
+            refuse_closed()
         self._check(request)
         with self._lock:
             ticket = Ticket(key=self._next_key, request=request, arrived=self._clock())
@@ -131,7 +145,13 @@ class ContinuousBatch:
             yield from self.step()
 
     def step(self) -> tuple[Event, ...]:
-        """Let requests leave and join, run one step, and return what it brought."""
+        """Let requests leave and join, run one step, and return what it brought.
+
+        Where the model breaks off a step, the requests that took part fail with what it raised: the cache holds a part
+        of what they need. Those that wait are served from the next step on.
+        """
+        if self._closed:
+            refuse_closed()
         self._take_in()
         self._turn_out()
         decision = self._decide()
@@ -144,6 +164,10 @@ class ContinuousBatch:
 
     def close(self) -> None:
         """Cancel what is left, free the cache, and give the model its attention back."""
+        if self._closed:
+            return
+        self._take_in()
+        self._closed = True
         for key in [*self._queue, *self._members]:
             self._end(key, Phase.CANCELLED)
         self._steps.close()
@@ -160,15 +184,7 @@ class ContinuousBatch:
     def _check(self, request: Request) -> None:
         if request.adapter is not None:
             check_known([request.adapter], self._served.loaded)
-        prompt, new = len(request.prompt), request.max_new_tokens
-        foreign = [token for token in request.prompt if not 0 <= token < self._steps.vocabulary]
-        if not prompt or new < 1 or prompt + new > self.longest or foreign:
-            fail(
-                Code.SC807, where=f"a request for {request.adapter or 'the base'}",
-                found=f"{prompt} tokens, and {new} to come" + (f"; among them {foreign[0]}" if foreign else ""),
-                expected=f"at least one of each, {self.longest} at most together, each below {self._steps.vocabulary}",
-                next="shorten the prompt, ask for fewer tokens, or open the batch with more cache_tokens",
-            )  # fmt: skip
+        check_request(request, longest=self.longest, vocabulary=self._steps.vocabulary)
 
     def _take_in(self) -> None:
         with self._lock:
@@ -188,7 +204,7 @@ class ContinuousBatch:
             try:
                 check_known([name], self._served.loaded)
                 if facts is not None:
-                    _check_same(name, facts, self._served.loaded[name])
+                    check_same(name, facts, self._served.loaded[name])
             except ScuteError as error:
                 self._end(ticket.key, Phase.FAILED, error)
 
@@ -219,7 +235,7 @@ class ContinuousBatch:
 
     def _admit(self, decision: Decision) -> None:
         for late in decision.dropped:
-            self._end(late.key, Phase.DROPPED, self._too_late(self._queue[late.key], late))
+            self._end(late.key, Phase.DROPPED, too_late(self._queue[late.key], late, len(self._queue) - 1))
         for key in decision.admitted:
             ticket = self._queue.pop(key)
             name = ticket.request.adapter
@@ -229,14 +245,6 @@ class ContinuousBatch:
             # nothing runs and still the oldest has no room, so something else holds the pool
             oldest = next(iter(self._queue.values()))
             self._hold([oldest])
-
-    def _too_late(self, ticket: Ticket, late: Dropped) -> ScuteError:
-        within, wait = ticket.request.first_token_within, late.expected - ticket.arrived
-        return ScuteError([Diagnostic(
-            code=Code.SC808, where=f"a request for {ticket.request.adapter or 'the base'}",
-            found=f"a first token after {wait:.3f} s, with {len(self._queue) - 1} others waiting",
-            expected=f"one within {within} s", next="send fewer requests, allow more time, or serve on more devices",
-        )])  # fmt: skip
 
     def _join(self) -> None:
         """Let members into the step; an adapter in host memory comes in during a step of the others."""
@@ -271,10 +279,17 @@ class ContinuousBatch:
         wanted = dict.fromkeys(name for name in (*coming, *upcoming) if name is not None)
         ahead = tuple(wanted)[: self._capacity.slots]
         start = self._clock()
-        progress = self._steps.step(
-            {key: member.ticket.request.adapter for key, member in inside.items()},
-            lambda: self._served.pool.prefetch(ahead),
-        )
+        try:
+            progress = self._steps.step(
+                {key: member.ticket.request.adapter for key, member in inside.items()},
+                lambda: self._served.pool.prefetch(ahead),
+            )
+        except BaseException as error:
+            for key, member in inside.items():
+                self._end(key, Phase.FAILED, broken_off(member.ticket.request, error))
+            if not isinstance(error, Exception):  # the process is being stopped
+                raise
+            return
         now = self._clock()
         prompts = sum(one.read for key, one in progress.items() if not inside[key].ticket.tokens)
         self._watch.add(now - start, prompts)
@@ -304,24 +319,6 @@ class ContinuousBatch:
 
     def _cache_tokens(self, request: Request) -> int:
         return self._whole_pages(len(request.prompt) + request.max_new_tokens)
-
-
-def _check_same(name: str, then: LoadedFacts, now: LoadedFacts) -> None:
-    if then is not now:
-        fail(
-            Code.SC810, where=name, found="another artifact under this name than when the request began",
-            expected="the same adapter from its first token to its last", next="send the request again",
-        )  # fmt: skip
-
-
-def _check_sizes(served: ServedModel, *, cache_tokens: int, requests: int, step_tokens: int, page: int) -> None:
-    if not (1 <= requests <= step_tokens <= served.max_tokens and 4 <= page <= cache_tokens):
-        fail(
-            Code.SC703, where="a continuous batch",
-            found=f"{requests} requests, {step_tokens} tokens a step, {cache_tokens} tokens of cache, {page} a page",
-            expected=f"requests <= step_tokens <= {served.max_tokens}, and 4 <= page <= cache_tokens",
-            next="choose other sizes, or wrap the model with a larger max_tokens",
-        )  # fmt: skip
 
 
 def _ends(model: Any) -> tuple[int, ...]:  # noqa: ANN401 - transformers' own class, unannotated

@@ -72,7 +72,7 @@ class RankModel:
             ScuteError: SC806 (the name is taken), SC801 (another number of ranks), SC402 (sites that aren't layers of
                 this model, or are cut otherwise), and an artifact's own faults (SC6xx).
         """
-        artifact = source if isinstance(source, Artifact) else open_artifact(source)
+        artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
         if name in self._loaded:
             fail(Code.SC806, where=name, found="an adapter of that name", expected="a new name",
                  next="unload it first, or load this one under another name")  # fmt: skip

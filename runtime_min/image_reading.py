@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
 from scute_compile.expressions import Ranges, width
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
-from scute_compile.formats.layout import file_layout, tensor_name
+from scute_compile.formats.layout import tensor_name
 from scute_compile.formats.manifest import SharedWindow, SiteRecord, TermRecord
 from scute_compile.rooting import Unrooted, reroot
 from scute_compile.runtime_min.image import (
@@ -65,30 +64,17 @@ def read_adapter(
     Raises:
         ScuteError: SC801 (another tp or dtype), SC812 (a fully sharded artifact), SC402 (another base), SC803 (terms
             that mix own and shared factors, or several shared ones at a site), SC320 (values that the pool's dtype
-            can't hold), SC603 (a file that was damaged after the artifact was opened), and what `open_artifact` raises.
+            can't hold), and what `open_artifact`, `load_rank` and `load_factor` raise.
     """
-    artifact = source if isinstance(source, Artifact) else open_artifact(source)
+    artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
     name = name or artifact.manifest.name
     _check_target(artifact, name, tp=tp, dtype=dtype, convert=convert)
     known: Factors = {} if factors is None else factors
-    try:
-        stored = load_rank(artifact, rank)
-        layout = file_layout(artifact.manifest.sites, rank, artifact.manifest.dtype)
-        if changed := [key for key, (_, shape) in layout.items() if stored[key].shape != shape]:
-            raise OSError(f"`{changed[0]}` has another shape than before")  # noqa: TRY301 - one message for all
-        tensors = {key: _fitting(value, key, dtype) for key, value in stored.items()}
-        reader = _Reader(
-            artifact=artifact, name=name, rank=rank, dtype=dtype, tensors=tensors, factors=known, pin=pin
-        )  # fmt: skip
-        contents = {record.name: reader.site(record) for record in artifact.manifest.sites}
-    except (OSError, SafetensorError, KeyError) as error:
-        fail(
-            Code.SC603,
-            where=name,
-            found=f"a file that can't be read any more: {error}",
-            expected="the files that were checked when the artifact was opened",
-            next="leave artifacts alone while they are served; copy the store again, or compile the adapter again",
-        )
+    tensors = {key: _fitting(value, key, dtype) for key, value in load_rank(artifact, rank).items()}
+    reader = _Reader(
+        artifact=artifact, name=name, rank=rank, dtype=dtype, tensors=tensors, factors=known, pin=pin
+    )  # fmt: skip
+    contents = {record.name: reader.site(record) for record in artifact.manifest.sites}
     return pack_adapter(
         name, sites, contents, dtype, digest=artifact.manifest.digest, tp=tp, rank=rank, pin=pin
     )  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from scute_compile.codes import Code
@@ -65,7 +66,7 @@ class PagePool:
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._top = num_pages
         self._taken = np.zeros(num_pages, dtype=np.bool_)
-        self._lent = 0
+        self._lent = np.zeros(num_pages, dtype=np.bool_)
         self._payload = 0
 
     @property
@@ -76,11 +77,11 @@ class PagePool:
     @property
     def counts(self) -> PageCounts:
         """What the pages are used for at this moment."""
-        total = len(self._free)
+        total, lent = len(self._free), int(self._lent.sum())
         return PageCounts(
             total=total,
-            in_use=total - self._top - self._lent,
-            lent=self._lent,
+            in_use=total - self._top - lent,
+            lent=lent,
             free=self._top,
             moved=0,
             payload=self._payload,
@@ -105,23 +106,43 @@ class PagePool:
 
     def release(self, holding: Holding) -> None:
         """Give back pages that `allocate` returned."""
-        self._return(holding.pages)
+        self._return(holding.pages.numpy())
         self._payload -= holding.payload
 
     def lend(self, count: int) -> torch.Tensor:
         """Lend `count` free pages and return their numbers: int32, on the CPU.
 
         Raises:
-            ScuteError: SC805 when fewer are free.
+            ScuteError: SC805 when fewer are free; SC703 for less than none.
         """
+        if count < 0:
+            fail(Code.SC703, where="a loan", found=f"{count} pages", expected="at least 0 pages",
+                 next="borrow as many pages as the cache grows by")  # fmt: skip
         pages = self._take(count, "a loan")
-        self._lent += count
+        self._lent[pages.numpy()] = True
         return pages
 
     def reclaim(self, pages: torch.Tensor) -> None:
-        """Take back lent pages, all of a loan or a part of it."""
-        self._return(pages)
-        self._lent -= len(pages)
+        """Take back lent pages, all of a loan or a part of it.
+
+        Raises:
+            ScuteError: SC703 for pages that aren't lent, and for one that stands there twice. Nothing is taken then.
+        """
+        given = self._numbers(pages)
+        self._lent[given] = False
+        self._return(given)
+
+    def _numbers(self, pages: torch.Tensor) -> npt.NDArray[np.int64]:
+        """Return the numbers of lent pages: an adapter's own page among them would be overwritten while it is read."""
+        given = pages.reshape(-1).cpu().numpy()
+        whole = given.astype(np.int64)
+        inside = (whole == given) & (whole >= 0) & (whole < len(self._lent))
+        wrong = given[~inside] if not inside.all() else whole[~self._lent[whole]]
+        if len(wrong) or len(np.unique(whole)) < len(whole):
+            what = f"page {wrong[0]}, which is not lent" if len(wrong) else "a page that stands there twice"
+            fail(Code.SC703, where="a loan that is given back", found=what, expected="pages of a loan, each once",
+                 next="give back each page of a loan once")  # fmt: skip
+        return whole
 
     def _take(self, count: int, purpose: str) -> torch.Tensor:
         if count > self._top:
@@ -139,8 +160,7 @@ class PagePool:
         self._taken[pages] = True
         return torch.from_numpy(pages)
 
-    def _return(self, given: torch.Tensor) -> None:
-        pages = given.numpy()
+    def _return(self, pages: npt.NDArray[np.integer]) -> None:
         if not self._taken[pages].all():
             raise ValueError("a page was given back twice")
         self._taken[pages] = False

@@ -23,6 +23,7 @@ from scute_compile.runtime_min.admission import (
     check_known,
     check_layout,
     check_new,
+    check_pool,
     check_resident,
     check_size,
     refuse_eviction,
@@ -35,7 +36,7 @@ from scute_compile.runtime_min.image import AdapterImage, FactorImage, host_byte
 from scute_compile.runtime_min.page_pool import PagePool
 from scute_compile.runtime_min.pool_stats import PoolStats
 from scute_compile.runtime_min.record import PAGE_BYTES, Field, SiteSlot
-from scute_compile.runtime_min.residents import Lease, Resident, Residents
+from scute_compile.runtime_min.residents import Lease, Leases, Resident, Residents
 from scute_compile.runtime_min.step_plan import SlotFacts
 
 if TYPE_CHECKING:
@@ -79,7 +80,11 @@ class ResidentPool:
             rank: Which of them this is.
             convert: Whether artifacts of another dtype are rounded to the pool's instead of refused.
             lendable: Most pages that a KV cache may hold at once.
+
+        Raises:
+            ScuteError: SC703 for sizes below one, and for a rank that there isn't.
         """
+        check_pool(num_pages=num_pages, slots=slots, shared_pages=shared_pages, tp=tp, rank=rank)
         self.sites = tuple(sites)
         self.dtype, self.device = dtype, device
         self._tp, self._rank, self._convert, self._lendable = tp, rank, convert, lendable
@@ -88,7 +93,7 @@ class ResidentPool:
         self.memory = DeviceMemory(
             self._pool.pages, slots=slots, sites=len(self.sites), map_entries=entries, shared_pages=shared_pages
         )
-        self._residents = Residents(self.memory, self._pool, pairs=pairs)
+        self._residents, self._leases = Residents(self.memory, self._pool, pairs=pairs), Leases()
         self._host: dict[str, AdapterImage] = {}
         self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
         self._current: dict[str, Resident] = {}
@@ -212,18 +217,13 @@ class ResidentPool:
     def acquire(self, names: Iterable[str]) -> Lease:
         """Bring in a step's adapters, hold them, and let the current stream wait for them. Raises as `ensure`."""
         slots = self.ensure(names)
-        residents = tuple(self._current[name] for name in slots)
-        for resident in residents:
-            resident.uses += 1
         self.memory.wait()
-        return Lease(slots=slots, residents=residents)
+        return self._leases.take(slots, tuple(self._current[name] for name in slots))
 
     def release(self, lease: Lease) -> None:
-        """Give a step's adapters back, once its kernels were given to the current stream; they need not have run."""
-        end = self.memory.mark_use()
+        """Give a step's adapters back, once its kernels were given to the current stream. Raises SC703 if it was."""
+        self._leases.give_back(lease, self.memory.mark_use())
         for resident in lease.residents:
-            resident.uses -= 1
-            resident.last_use = end
             if resident.retired:
                 self._retire(resident)
 
@@ -256,10 +256,10 @@ class ResidentPool:
         """Lend pages to a KV cache, evicting idle adapters for them, and return their numbers (int32, on the CPU).
 
         Raises:
-            ScuteError: SC805 when that is more than may be lent, or than can be freed.
+            ScuteError: SC805 when that is more than may be lent, or than can be freed; SC703 for less than none.
         """
         lent = self._pool.counts.lent
-        victims = self._residents.victims(count, self._idle())
+        victims = self._residents.victims(max(0, count), self._idle())
         if lent + count > self._lendable or victims is None:
             held = sum(resident.image.pages for resident in self._residents if resident.held)
             refuse_loan(count, self._pool.counts, lendable=self._lendable, held=held)
@@ -270,7 +270,7 @@ class ResidentPool:
         return self._pool.lend(count)
 
     def reclaim(self, pages: torch.Tensor) -> None:
-        """Take back lent pages, all of a loan or a part, that the current stream was the last to use."""
+        """Take back lent pages, all of a loan or a part, that the current stream was the last to use. Raises SC703."""
         self.memory.settle()
         self._pool.reclaim(pages)
 

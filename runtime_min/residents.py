@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
 from scute_compile.runtime_min.device_memory import DeviceMemory
 from scute_compile.runtime_min.image import AdapterImage, FactorImage, FactorWindow
 from scute_compile.runtime_min.page_pool import Holding, PagePool, Runs
@@ -59,6 +61,32 @@ class Lease:
     slots: Mapping[str, int]
     """Slot in the directory by name."""
     residents: tuple[Resident, ...]
+
+
+class Leases:
+    """The leases that are held; each is given back once."""
+
+    def __init__(self) -> None:
+        self._open: set[Lease] = set()
+
+    def take(self, slots: Mapping[str, int], residents: tuple[Resident, ...]) -> Lease:
+        """Hold the adapters of a step."""
+        lease = Lease(slots=slots, residents=residents)
+        for resident in residents:
+            resident.uses += 1
+        self._open.add(lease)
+        return lease
+
+    def give_back(self, lease: Lease, end: torch.cuda.Event | None) -> None:
+        """Let the adapters of a step go. Raises SC703 for a lease that isn't held (any more)."""
+        if lease not in self._open:
+            fail(Code.SC703, where="a lease of " + (", ".join(lease.slots) or "no adapter"),
+                 found="one that was given back already, or is another pool's", expected="a lease that is held",
+                 next="release each lease once, where it was acquired")  # fmt: skip
+        self._open.remove(lease)
+        for resident in lease.residents:
+            resident.uses -= 1
+            resident.last_use = end
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

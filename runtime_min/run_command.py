@@ -53,15 +53,29 @@ def run(
 
     Raises:
         ScuteError: SC107 without a tokenizer, SC402 when the model can't be loaded, SC703 for prompts that are too
-            long, and what `ServedModel.load` raises.
+            long or hold tokens that the model doesn't have, SC814 when the device's memory is too small, and what
+            `ServedModel.load` raises.
     """
+    try:
+        return _run(base, artifacts, prompts, max_new_tokens=max_new_tokens, say=say)
+    except torch.OutOfMemoryError as error:
+        fail(
+            Code.SC814, where=base.source, found=" ".join(str(error).split())[:200],
+            expected="room for the base, its adapters and the batch",
+            next="end other programs on the device, run fewer or shorter prompts, or hide the device to run on the CPU",
+        )  # fmt: skip
+
+
+def _run(
+    base: BaseModel, artifacts: Mapping[str, Artifact], prompts: Sequence[Prompt], *, max_new_tokens: int, say: Say
+) -> tuple[Answer, ...]:
     tokenizer = _tokenizer(base)
     tokens = [_encoded(tokenizer, prompt) for prompt in prompts]
     first = next(iter(artifacts.values()), None)
     dtype = TORCH_DTYPES[first.manifest.dtype if first else DType(base.dtype)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(base.folder, dtype=dtype).to(device)
-    _check_length(model, max(map(len, tokens)) + max_new_tokens)
+    _check_tokens(base, model, tokens, max_new_tokens)
     served = ServedModel(
         model, slots=max(1, len(artifacts)), num_pages=_pages(rank.bytes for one in artifacts.values()
                                                               for rank in one.manifest.ranks),
@@ -70,13 +84,13 @@ def run(
     )  # fmt: skip
     for name, artifact in artifacts.items():
         served.load(name, artifact)
-    ends = _ends(model, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
+    ends, pad = _ends(model, tokenizer), _pad(model, tokenizer)
+    model.generation_config = _greedy(ends)
     ids, mask = _padded(tokens, pad)
     stream = _Stream(tokenizer, rows=len(tokens), ends=ends, say=say)
     served.generate(
         ids.to(device), adapters=[prompt.adapter for prompt in prompts], attention_mask=mask.to(device),
-        do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad, streamer=stream,
+        max_new_tokens=max_new_tokens, pad_token_id=pad, streamer=stream,
     )  # fmt: skip
     return tuple(
         Answer(prompt=prompt, text=text, tokens=tuple(made))
@@ -119,7 +133,7 @@ def _tokenizer(base: BaseModel) -> Any:  # noqa: ANN401 - transformers' own clas
     local = Path(base.source).is_dir()
     try:
         return AutoTokenizer.from_pretrained(base.source)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # noqa: BLE001 - a damaged file can lead to any
         fail(
             Code.SC107,
             where=base.source,
@@ -139,7 +153,16 @@ def _encoded(tokenizer: Any, prompt: Prompt) -> list[int]:  # noqa: ANN401 - lik
     return tokens
 
 
-def _check_length(model: Any, length: int) -> None:  # noqa: ANN401 - likewise
+def _check_tokens(base: BaseModel, model: Any, tokens: Sequence[Sequence[int]], new: int) -> None:  # noqa: ANN401 - likewise
+    if not model.can_generate():
+        fail(Code.SC402, where=base.source, found=f"a {type(model).__name__}, which continues no text",
+             expected="a causal language model", next="name the model with its head")  # fmt: skip
+    vocabulary = _vocabulary(model)
+    if (largest := max(map(max, tokens))) >= vocabulary:
+        fail(Code.SC703, where=base.source, found=f"a tokenizer whose token {largest} stands in a prompt",
+             expected=f"tokens below {vocabulary}, which the model knows",
+             next="put the model's own tokenizer beside it")  # fmt: skip
+    length = max(map(len, tokens)) + new
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and length > limit:
         fail(Code.SC703, where="--prompt", found=f"{length} tokens with those to come", expected=f"at most {limit}",
@@ -151,13 +174,30 @@ def _pages(sizes: Iterable[int]) -> int:
     return SPARE_PAGES + 2 * (sum(sizes) // PAGE_BYTES)
 
 
+def _vocabulary(model: Any) -> int:  # noqa: ANN401 - likewise
+    size: int = model.get_input_embeddings().weight.shape[0]
+    return size
+
+
 def _ends(model: Any, tokenizer: Any) -> list[int]:  # noqa: ANN401 - likewise
-    """Return the tokens that end a row, as `generate` takes them."""
+    """Return the tokens that end a row: the model's own, else the tokenizer's."""
     said = model.generation_config.eos_token_id
-    if said is None:
-        said = tokenizer.eos_token_id
-        model.generation_config.eos_token_id = said
-    return [] if said is None else list(said) if isinstance(said, (list, tuple)) else [said]
+    said = tokenizer.eos_token_id if said is None else said
+    named = said if isinstance(said, (list, tuple)) else [said]
+    return [token for token in named if isinstance(token, int) and 0 <= token < _vocabulary(model)]
+
+
+def _pad(model: Any, tokenizer: Any) -> int:  # noqa: ANN401 - likewise
+    """Return a token for the places that the mask hides; some tokenizers pad with one that the model doesn't have."""
+    said = tokenizer.pad_token_id
+    return said if isinstance(said, int) and 0 <= said < _vocabulary(model) else 0
+
+
+def _greedy(ends: Sequence[int]) -> Any:  # noqa: ANN401 - likewise
+    """Return settings of our own: the base's may ask for beams, samples, penalties, or a stop that needs more."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(do_sample=False, num_beams=1, eos_token_id=list(ends) or None)
 
 
 def _padded(tokens: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ The model is wrapped in place. On a GPU the layers run the kernels; on a CPU the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
@@ -18,11 +18,20 @@ from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.runtime_min.adapted_model import linear_layers
-from scute_compile.runtime_min.admission import check_known
+from scute_compile.runtime_min.admission import check_known, check_new
 from scute_compile.runtime_min.image import AdapterImage, FactorImage
 from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
 from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_min.resident_pool import ResidentPool
+from scute_compile.runtime_min.served_checks import (
+    check_rows,
+    check_sizes,
+    check_step,
+    check_turn,
+    check_unwrapped,
+    shape_of,
+    weight_of,
+)
 from scute_compile.runtime_min.served_layer import ServedLinear, StepState
 from scute_compile.runtime_min.served_step import LoadedFacts, StepSizes, StepWriter
 
@@ -73,8 +82,8 @@ class ServedModel:
             rank: Which of them this is.
 
         Raises:
-            ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices, or
-                when `dtype` is not theirs on a GPU.
+            ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices or are
+                served already, when `dtype` is not theirs on a GPU, or a size is below one.
         """
         self.model = model
         self.base_structure = base_structure
@@ -82,7 +91,9 @@ class ServedModel:
         heads = getattr(model, "get_output_embeddings", lambda: None)()
         linears = {name: layer for name, layer in linear_layers(model).items() if layer is not heads}
         self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
-        weight = _weight_of(linears, dtype)
+        check_unwrapped(model)
+        check_sizes(max_tokens=max_tokens, max_rows=max_rows)
+        weight = weight_of(linears, dtype)
         self.pool = ResidentPool(
             [_site(name, layer) for name, layer in linears.items()], num_pages=num_pages, slots=slots,
             dtype=weight.dtype if dtype is None else dtype, device=weight.device, shared_pages=shared_pages,
@@ -104,6 +115,7 @@ class ServedModel:
             _put(model, layer.name, layer)
         self._loaded: dict[str, LoadedFacts] = {}
         self._call: Callable[..., Any] = model
+        self._removed = self._running = False
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -133,16 +145,19 @@ class ServedModel:
                 SC805 (larger than the pool), SC806 (the name is taken), and an artifact's own faults (SC6xx).
                 The adapters that are loaded serve on.
         """
+        check_new(name, self.pool.images)
         image = self._read(name, source)
+        self._make_room(name, image)
         self.pool.add(name, image)
-        self._know(name, image)
+        self._loaded[name] = LoadedFacts.of(image)
 
     def replace(self, name: str, source: Artifact | Path | str) -> None:
         """Put another artifact in an adapter's place. Raises SC802, and as `load`; the old one then serves on."""
         check_known([name], self._loaded)
         image = self._read(name, source)
+        self._make_room(name, image)
         self.pool.replace(name, image)
-        self._know(name, image)
+        self._loaded[name] = LoadedFacts.of(image)
 
     def unload(self, name: str) -> None:
         """Remove an adapter, on the device and in host memory. Raises SC802 when it isn't loaded."""
@@ -158,10 +173,11 @@ class ServedModel:
             options: What the model's own forward takes.
 
         Raises:
-            ScuteError: SC802 (an id that isn't loaded), SC804 (more than fits), SC703 (not one id per row).
+            ScuteError: SC802 (an id that isn't loaded), SC804 (more than fits), SC703 (not one id per row, no token,
+                a step inside another, or after `remove`).
         """
-        shape = _shape(input_ids, options.get("inputs_embeds"))
-        _check_rows(adapters, shape[0])
+        shape = shape_of(input_ids, options.get("inputs_embeds"))
+        check_rows(adapters, shape[0])
         with torch.no_grad(), self._leased(adapters):
             self._prepare(adapters, shape)
             return self._call(input_ids=input_ids, **options)
@@ -185,10 +201,10 @@ class ServedModel:
         @wraps(inside)
         def prepare(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - transformers' own method, unannotated
             inputs = inside(*args, **kwargs)
-            self._prepare(adapters, _shape(inputs.get("input_ids"), inputs.get("inputs_embeds")))
+            self._prepare(adapters, shape_of(inputs.get("input_ids"), inputs.get("inputs_embeds")))
             return inputs
 
-        _check_rows(adapters, len(input_ids))
+        check_rows(adapters, shape_of(input_ids, None)[0])
         with torch.no_grad(), self._leased(adapters):
             model.prepare_inputs_for_generation = prepare
             try:
@@ -206,11 +222,9 @@ class ServedModel:
             tokens: How many tokens of the flattened batch belong to each sequence, in order.
 
         Raises:
-            ScuteError: SC802, SC804.
+            ScuteError: As `forward`.
         """
-        if len(tokens) != len(adapters):
-            fail(Code.SC703, where="adapters", found=f"{len(adapters)} adapter ids for {len(tokens)} sequences",
-                 expected="one id per sequence", next="pass None for sequences of the base alone")  # fmt: skip
+        check_step(adapters, tokens)
         with self._leased(adapters):
             spread = [name for name, count in zip(adapters, tokens, strict=True) for _ in range(count)]
             self._writer.write(spread)
@@ -221,7 +235,11 @@ class ServedModel:
         self._call = torch.compile(self.model, **options)
 
     def remove(self) -> None:
-        """Give the model back as it was."""
+        """Give the model back as it was; further steps are refused."""
+        if self._removed:
+            return
+        check_turn(removed=False, running=self._running)
+        self._removed = True
         for layer in self._layers:
             _put(self.model, layer.name, layer.plain[0])
         self._call = self.model
@@ -235,19 +253,25 @@ class ServedModel:
     @contextmanager
     def _leased(self, adapters: Rows) -> Iterator[None]:
         """Hold the batch's adapters on the device, and let the layers that they touch call the op."""
+        check_turn(removed=self._removed, running=self._running)
         names = tuple(dict.fromkeys(name for name in adapters if name is not None))
         fixed = self._writer.sizes.fixed
-        if not names and not fixed:
-            self._writer.begin(None)
+        with self._turn(), ExitStack() as stack:
+            if not names and not fixed:
+                self._writer.begin(None)
+            else:
+                self._writer.begin(stack.enter_context(self.pool.in_use(names)))
+                stack.callback(self._activate, ())  # whoever calls the model itself gets the base
+                self._activate(tuple(self._loaded) if fixed else names)
             yield
-            return
-        with self.pool.in_use(names) as slots:
-            self._writer.begin(slots)
-            self._activate(tuple(self._loaded) if fixed else names)
-            try:
-                yield
-            finally:
-                self._activate(())  # whoever calls the model itself gets the base
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
 
     def _activate(self, names: Sequence[str]) -> None:
         sites = frozenset[int]().union(*(self._loaded[name].sites for name in names))
@@ -260,12 +284,12 @@ class ServedModel:
         each = rows // len(adapters) * length
         self._writer.write([name for name in adapters for _ in range(each)])
 
-    def _know(self, name: str, image: AdapterImage) -> None:
-        self._loaded[name] = LoadedFacts.of(image)
-        self._writer.fit(self._loaded.values())
+    def _make_room(self, name: str, image: AdapterImage) -> None:
+        """Make the step's buffers large enough for a mix with this adapter, before anything else changes."""
+        self._writer.fit((self._loaded | {name: LoadedFacts.of(image)}).values())
 
     def _read(self, name: str, source: Artifact | Path | str) -> AdapterImage:
-        artifact = source if isinstance(source, Artifact) else open_artifact(source)
+        artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
         recorded = artifact.manifest.base
         if self.base_structure is not None and recorded.structure != self.base_structure:
             fail(
@@ -290,40 +314,3 @@ def _site(name: str, layer: torch.nn.Module) -> SiteSlot:
     first, second = weight.shape
     inputs, outputs = (second, first) if isinstance(layer, torch.nn.Linear) else (first, second)
     return SiteSlot(name=name, in_features=inputs, out_features=outputs, gemm=name)
-
-
-def _weight_of(linears: Mapping[str, torch.nn.Module], dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the first layer's weight, after checking that the pool can serve all of them."""
-    weights = [weight for layer in linears.values() if isinstance(weight := layer.weight, torch.Tensor)]
-    devices = sorted({str(weight.device) for weight in weights})
-    if len(devices) != 1:
-        fail(
-            Code.SC402 if not devices else Code.SC703, where="the model",
-            found=f"linear layers on {len(devices)} devices: {', '.join(devices)}" if devices else "no linear layer",
-            expected="linear layers, all of them on one device", next="load a causal language model on one device",
-        )  # fmt: skip
-    kinds = sorted({str(weight.dtype) for weight in weights})
-    if weights[0].is_cuda and (len(kinds) > 1 or dtype not in (None, weights[0].dtype)):
-        fail(
-            Code.SC703, where="dtype", found=f"{dtype}, with layers in {', '.join(kinds)}",
-            expected="one dtype for the pool and all layers on a GPU",
-            next="load the model in the dtype of the artifacts",
-        )  # fmt: skip
-    return weights[0]
-
-
-def _shape(input_ids: torch.Tensor | None, embeddings: torch.Tensor | None) -> tuple[int, int]:
-    """Return rows and tokens per row of one call."""
-    given = input_ids if input_ids is not None else embeddings
-    if given is None:
-        fail(Code.SC703, where="forward", found="neither input_ids nor inputs_embeds", expected="one of them",
-             next="pass the batch's tokens")  # fmt: skip
-    return given.shape[0], given.shape[1]
-
-
-def _check_rows(adapters: Rows, rows: int) -> None:
-    if not adapters or rows != len(adapters):
-        fail(
-            Code.SC703, where="adapters", found=f"{len(adapters)} adapter ids for {rows} rows",
-            expected="one id per row of the batch", next="pass None for rows that the base serves alone",
-        )  # fmt: skip

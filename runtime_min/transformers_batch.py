@@ -81,6 +81,7 @@ class TransformersBatch:
             with self._foreign():
                 self._engine, self._processor = self._made(size)
                 self.longest = _longest(self._processor.cache)
+                self.cache_bytes: int = self._processor.cache.cache_tensor.nbytes
                 paged = self._probe(prompt[: self.longest - 1])
             if len(prompt) < self.longest:
                 self._compare(paged, own)
@@ -108,12 +109,6 @@ class TransformersBatch:
         engine.batch_processor = processor
         return engine, processor
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the cache's tensor."""
-        tensor: torch.Tensor = self._processor.cache.cache_tensor
-        return tensor.nbytes
-
     def join(self, key: int, prompt: Sequence[int], max_new_tokens: int) -> None:
         """Let a request take part from the next step on."""
         self._engine.add_request(
@@ -136,7 +131,8 @@ class TransformersBatch:
             Those that took part; a request whose prompt is long may make no token.
 
         Raises:
-            ScuteError: SC802 and SC804, before anything runs.
+            ScuteError: SC802 and SC804. After any exception the requests of the step must `leave`: what their tokens
+                left in the cache is incomplete.
         """
         if not self._processor.prepare_next_batch():
             return {}
@@ -149,9 +145,10 @@ class TransformersBatch:
         progress = {int(one.state.request_id): Progress(read=one.query_length) for one in batch}
         while (output := self._engine.get_result()) is not None:
             key = int(output.request_id)
-            progress[key] = replace(
-                progress[key], tokens=tuple(output.generated_tokens), finished=output.is_finished()
-            )  # fmt: skip
+            if key in progress:  # else it is left of a step that broke off
+                progress[key] = replace(
+                    progress[key], tokens=tuple(output.generated_tokens), finished=output.is_finished()
+                )  # fmt: skip
         return progress
 
     def close(self) -> None:

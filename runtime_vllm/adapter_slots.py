@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -52,6 +52,11 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         self._stages = int(vllm_config.parallel_config.pipeline_parallel_size)
         self.digests: dict[int, str] = {}
         """Content of each artifact by vLLM's number, until that adapter is removed."""
+        self._models: dict[int, Any] = {}
+        """vLLM's LoRA models by number, as long as they are registered."""
+        self._held: frozenset[int] = frozenset()
+        self._kept: dict[int, Any] = {}
+        """Models of held adapters that vLLM has forgotten, so that a step never reads their files again."""
         limits = StepLimits(
             max_tokens=self.max_num_batched_tokens,
             max_rows=_decode_rows(vllm_config),
@@ -85,8 +90,18 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         return {site.name: module for module in self._modules for site in module.sites}
 
     def images(self, *, without: int = 0) -> Mapping[str, AdapterImage]:
-        """Return the adapters in host memory by the pool's name."""
-        return {name: image for name, image in self.pool.images.items() if name != self.pool_name(without)}
+        """Return the adapters in host memory by the pool's name, with those that vLLM will register again."""
+        kept = {self.pool_name(number): model.scute_image for number, model in self._kept.items()}
+        return {name: image for name, image in {**kept, **self.pool.images}.items() if name != self.pool_name(without)}
+
+    def hold(self, numbers: Collection[int]) -> None:
+        """Keep these adapters in host memory until the next call, also where vLLM forgets them, and no others."""
+        self._held = frozenset(numbers)
+        self._kept = {number: model for number, model in self._kept.items() if number in self._held}
+
+    def kept(self, lora_id: int) -> Any:
+        """Return the model of a held adapter that vLLM has forgotten; None where there is none."""
+        return self._kept.get(lora_id)
 
     def pool_name(self, lora_id: int) -> str:
         """Return what the pool calls an adapter; vLLM's numbers tell apart what shares a name."""
@@ -103,7 +118,9 @@ class AdapterSlots(LRUCacheLoRAModelManager):
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Take an adapter off the device and out of the pool: vLLM calls this where it forgets one."""
         deactivated = bool(super().deactivate_adapter(adapter_id))
-        name = self.pool_name(adapter_id)
+        name, model = self.pool_name(adapter_id), self._models.pop(adapter_id, None)
+        if model is not None and adapter_id in self._held:
+            self._kept[adapter_id] = model
         if name in self.pool.names:
             self._take_off(name)
             self.pool.remove(name)
@@ -117,6 +134,8 @@ class AdapterSlots(LRUCacheLoRAModelManager):
     def remove_all_adapters(self) -> None:
         """Forget every adapter."""
         super().remove_all_adapters()
+        self._models.clear()
+        self._kept.clear()
         self.steps.release()
         for name in self.pool.names:
             self._take_off(name)
@@ -146,6 +165,9 @@ class AdapterSlots(LRUCacheLoRAModelManager):
     def _create_merged_loras_inplace(self, lora_model: Any) -> None:
         """Put a loaded adapter into the pool's host memory; what is left of a stock one is vLLM's."""
         image: AdapterImage | None = getattr(lora_model, "scute_image", None)
+        if getattr(lora_model, "scute_ready", False):  # it was here before, and every check was made then
+            self._register(lora_model, lora_model.scute_image)
+            return
         if image is None and not self.options.stock_kernels:
             image = image_of(
                 str(lora_model.id), lora_model.loras, self._modules, self.sites, self.pool.dtype,
@@ -159,7 +181,15 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         check_fits(image, self.pool, self.options, slots=self.lora_slots, images=self.images(without=lora_model.id))
         if lora_model.loras:
             super()._create_merged_loras_inplace(lora_model)
+        self._register(lora_model, image)
+
+    def _register(self, lora_model: Any, image: AdapterImage) -> None:
         self.pool.add(self.pool_name(lora_model.id), image)
+        lora_model.scute_image, lora_model.scute_ready = image, True
+        self._models[lora_model.id] = lora_model
+        self._kept.pop(lora_model.id, None)
+        if digest := getattr(lora_model, "scute_digest", ""):
+            self.digests[lora_model.id] = digest
 
     def _sites(self, name: str, layer: Any) -> tuple[SiteSlot, ...]:
         parts = self.packed_modules.get(name, [name])

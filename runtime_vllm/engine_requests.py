@@ -21,6 +21,8 @@ from scute_compile.formats.artifact import MANIFEST, is_artifact, open_artifact
 logger = logging.getLogger("vllm.scute")
 LOADED = "scute_loaded"
 """An attribute of the engine's core: digest by number of the adapters that were loaded."""
+LEAVING = "scute_leaving"
+"""An attribute of the engine's core: numbers of adapters that were removed while requests used them."""
 DIGEST = "scute_digest"
 """An attribute of a request."""
 _digests: dict[str, tuple[tuple[int, int], str]] = {}
@@ -77,19 +79,20 @@ def _digest_or_none(path: str) -> str:
 def adding_lora(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     """Return `EngineCore.add_lora(lora_request)`, which hears every rank's answer and remembers what was loaded.
 
-    An adapter in use is not replaced: the tokens of its requests so far came from the older content.
+    An adapter in use is not replaced: the tokens of its requests so far came from the older content. And what was
+    loaded stays what it is until it is removed, or replaced by name: ranks that have it read no file again.
     """
 
     @wraps(original)
     def add_lora(core: Any, request: Any) -> bool:
         loaded: dict[int, str] = core.__dict__.setdefault(LOADED, {})
         digest = digest_of(request.lora_path)
+        _forget_left(core, request.lora_int_id)
         before = loaded.get(request.lora_int_id)
-        if request.load_inplace and before not in (None, digest) and (running := _requests(core, request.lora_int_id)):
-            raise ValueError(
-                f"adapter {request.lora_name!r}: {len(running)} requests still use the content that is to be replaced; "
-                "wait for them, or load the new content under another name"
-            )
+        if before not in (None, digest):
+            _check_replaceable(core, request, digest)
+        if _many(core, request.lora_int_id):
+            _hold(core, request.lora_int_id)
         answers = core.model_executor.collective_rpc("add_lora", args=(request,))
         faults = [answer for answer in answers if isinstance(answer, str)]
         if faults:
@@ -97,9 +100,66 @@ def adding_lora(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bo
                 core.model_executor.collective_rpc("remove_lora", args=(request.lora_int_id,))
             raise ValueError(faults[0])
         loaded[request.lora_int_id] = digest
+        _leaving(core).discard(request.lora_int_id)
         return all(answers)
 
     return add_lora
+
+
+def _check_replaceable(core: Any, request: Any, now: str) -> None:
+    running = _requests(core, request.lora_int_id)
+    if running and (request.load_inplace or request.lora_int_id in _leaving(core)):
+        raise ValueError(
+            f"adapter {request.lora_name!r}: {len(running)} requests still use the content that is to be replaced; "
+            "wait for them, or load the new content under another name"
+        )
+    if not request.load_inplace:
+        _refuse_changed(request, now)
+
+
+def _refuse_changed(lora: Any, now: str) -> None:
+    lies = f"another adapter lies at {lora.lora_path} than" if now else f"{lora.lora_path} no longer holds"
+    raise ValueError(
+        f"adapter {lora.lora_name!r}: {lies} the one that was loaded; load it again (load_inplace), or under another "
+        "name"
+    )
+
+
+def _leaving(core: Any) -> set[int]:
+    leaving: set[int] = core.__dict__.setdefault(LEAVING, set())
+    return leaving
+
+
+def _forget_left(core: Any, lora_id: int) -> None:
+    """Remove an adapter that was removed before, now that the last request that used it has ended."""
+    if lora_id in _leaving(core) and not _requests(core, lora_id):
+        _leaving(core).discard(lora_id)
+        core.remove_lora(lora_id)
+
+
+def _many(core: Any, *coming: int) -> bool:
+    """Whether ranks may have forgotten one of the adapters that were loaded, or may do so for one that comes."""
+    loaded: dict[int, str] = core.__dict__.setdefault(LOADED, {})
+    lora_config = core.vllm_config.lora_config
+    return lora_config is not None and len(loaded.keys() | set(coming)) > int(lora_config.max_cpu_loras)
+
+
+def _hold(core: Any, *coming: int) -> None:
+    """Tell the ranks which adapters they must keep: those that requests were admitted with, and no others.
+
+    A rank that has to read files in the middle of a step can't refuse the one request: a fault of theirs would end the
+    engine.
+    """
+    requests = (one.lora_request for one in core.scheduler.requests.values())
+    numbers = {one.lora_int_id for one in requests if one is not None} | set(coming)
+    core.model_executor.collective_rpc(hold_adapters, args=(sorted(numbers),))
+
+
+def hold_adapters(worker: Any, numbers: list[int]) -> None:
+    """Let a rank keep these adapters; the engine's core calls it on every worker."""
+    lora_manager = getattr(worker.model_runner, "lora_manager", None)
+    if lora_manager is not None:  # else the engine serves the base alone
+        lora_manager._adapter_manager.hold(numbers)
 
 
 def answering_faults(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool | str]:
@@ -136,11 +196,17 @@ def adding_to_engine(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def removing_lora(original: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
-    """Return `EngineCore.remove_lora(lora_id)`, which forgets what was loaded."""
+    """Return `EngineCore.remove_lora(lora_id)`, which forgets what was loaded; requests that use it end with it."""
 
     @wraps(original)
     def remove_lora(core: Any, lora_id: int) -> bool:
-        core.__dict__.setdefault(LOADED, {}).pop(lora_id, None)
+        loaded: dict[int, str] = core.__dict__.setdefault(LOADED, {})
+        if lora_id in loaded and _requests(core, lora_id):
+            _leaving(core).add(lora_id)
+        else:
+            loaded.pop(lora_id, None)
+            _leaving(core).discard(lora_id)
+        _hold(core)
         return original(core, lora_id)
 
     return remove_lora
@@ -172,14 +238,10 @@ def _ensure(core: Any, request: Any) -> None:
     loaded: dict[int, str] = core.__dict__.setdefault(LOADED, {})
     known, now = loaded.get(lora.lora_int_id), _digest_of(request)
     changes = lora.load_inplace and known != now
-    if known is None or changes or len(loaded) > core.vllm_config.lora_config.max_cpu_loras:
+    if known is None or changes or _many(core) or lora.lora_int_id in _leaving(core):
         core.add_lora(lora)
     if loaded[lora.lora_int_id] != now:
-        lies = f"another adapter lies at {lora.lora_path} than" if now else f"{lora.lora_path} no longer holds"
-        raise ValueError(
-            f"adapter {lora.lora_name!r}: {lies} the one that was loaded; load it again (load_inplace), or under "
-            "another name"
-        )
+        _refuse_changed(lora, now)
     if lora.load_inplace:  # done: steps would read it again, whatever lies there by then
         request.lora_request = replace(lora, load_inplace=False)
 

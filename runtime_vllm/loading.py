@@ -34,6 +34,8 @@ Load = Callable[[Any, Any], Any]
 def loading(original: Load) -> Load:
     """Return vLLM's `_load_adapter` with artifacts, and with stock LoRA kept in float32 until its scale is folded.
 
+    What was kept for requests that were admitted is taken from there; a fault of its files would end the engine.
+
     Args:
         original: `WorkerLoRAManager._load_adapter(self, lora_request) -> LoRAModel`.
     """
@@ -43,6 +45,8 @@ def loading(original: Load) -> Load:
         slots = worker._adapter_manager
         if not isinstance(slots, AdapterSlots):
             return original(worker, request)
+        if not request.load_inplace and (kept := slots.kept(request.lora_int_id)) is not None:
+            return kept
         try:
             return _load(original, worker, slots, request)
         except ScuteError as error:
@@ -69,7 +73,7 @@ def in_one_order(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
 def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any:
     path = Path(get_adapter_absolute_path(request.lora_path))
     if is_artifact(path):
-        return _from_artifact(slots, request, open_artifact(path))
+        return _from_artifact(slots, request, open_artifact(path, verify_hashes=False))
     digest = digest_of(str(path))
     _check_same(slots, request, str(path), digest)
     try:
@@ -87,7 +91,7 @@ def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any
         logger.info("scute: vLLM refuses %s (%s); compiling it", path, error)
         compiled = compile_folder(path, slots.base, tp=slots.tp, dtype=slots.pool.dtype, store=slots.options.store)
         return _from_artifact(slots, request, compiled)
-    slots.digests[request.lora_int_id] = digest
+    model.scute_digest = digest
     return model
 
 
@@ -138,7 +142,7 @@ def _from_artifact(slots: AdapterSlots, request: Any, artifact: Artifact) -> LoR
     )
     model = LoRAModel(request.lora_int_id, max(1, image.own_rank), {})
     model.scute_image = image
-    slots.digests[request.lora_int_id] = artifact.manifest.digest
+    model.scute_digest = artifact.manifest.digest
     return model
 
 

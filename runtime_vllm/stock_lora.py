@@ -42,7 +42,8 @@ def image_of(
         pin: Whether to lay them out in pinned memory.
 
     Raises:
-        ScuteError: SC320 when the scaled B leaves the pool's dtype, SC402 when shapes don't fit the model.
+        ScuteError: SC309 when a number of A isn't finite, SC320 when the scaled B leaves the pool's dtype (or has such
+            numbers), SC402 when shapes don't fit the model.
     """
     contents: dict[str, SiteContent] = {}
     for module in modules:
@@ -52,6 +53,7 @@ def image_of(
         cut = _cut(module.layer, given)
         for site, one, (a, b) in zip(module.sites, given, cut, strict=True):
             if one is not None:
+                _check_finite(a, f"{name}: {site.name}, A")
                 term = TermSlots(a=a.to(dtype), b=_scaled(b, float(one.scaling), dtype, f"{name}: {site.name}"))
                 contents[site.name] = SiteContent(
                     in_features=a.shape[1], out_features=b.shape[0], slots=SiteSlots(terms=(term,))
@@ -69,6 +71,12 @@ def _cut(layer: Any, given: Sequence[Any]) -> list[tuple[Any, Any]]:
         else:
             a, b = layer.slice_lora_a(a), layer.slice_lora_b(b)
     return list(zip(a, b, strict=True))
+
+
+def _check_finite(tensor: torch.Tensor, where: str) -> None:
+    if tensor.numel() and not all(bool(bound.isfinite()) for bound in torch.aminmax(tensor)):
+        fail(Code.SC309, where=where, found="NaN or infinity", expected="finite numbers",
+             next="save the adapter again from a run that converged")  # fmt: skip
 
 
 def _scaled(b: torch.Tensor, scaling: float, dtype: torch.dtype, where: str) -> torch.Tensor:

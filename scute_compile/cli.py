@@ -47,6 +47,14 @@ Ranks = Annotated[int, typer.Option("--tp", min=1, max=1024, help="Tensor-parall
 Sharding = Annotated[
     LoraSharding, typer.Option("--lora-sharding", help="How ranks share A and B; full: both of them are cut.")
 ]
+AnyRanks = Annotated[
+    int | None,
+    typer.Option("--tp", min=1, max=1024, help="Tensor-parallel ranks. Default: 1; an artifact's own."),
+]
+AnySharding = Annotated[
+    LoraSharding | None,
+    typer.Option("--lora-sharding", help="As for compile. Default: default; an artifact's own."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Tenants = Annotated[int, typer.Option(min=1, help="Distinct adapters in a decode step, for routes.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Rows in a decode step, for routes.")]
@@ -111,12 +119,8 @@ def check(
     paths: Paths,
     *,
     base: Base = None,
-    tp: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Tensor-parallel ranks. Default: 1; an artifact's own.")
-    ] = None,
-    lora_sharding: Annotated[
-        LoraSharding | None, typer.Option(help="As for compile. Default: default; an artifact's own.")
-    ] = None,
+    tp: AnyRanks = None,
+    lora_sharding: AnySharding = None,
     as_json: Json = False,
 ) -> None:
     """Say whether adapters would compile and be exact; reads no base weights."""
@@ -138,14 +142,15 @@ def inspect(
     base: Annotated[
         str | None, typer.Option(help="The base model. Default: none; then there are no cuts and no routes.")
     ] = None,
-    tp: Ranks = 1,
-    lora_sharding: Sharding = LoraSharding.DEFAULT,
+    tp: AnyRanks = None,
+    lora_sharding: AnySharding = None,
     as_json: Json = False,
 ) -> None:
     """Show an adapter's or an artifact's method, sites, ranks, slots, owners and bytes."""
+    from scute_compile.artifact_checks import Asked
     from scute_compile.commands import inspect_path
 
-    report = inspect_path(path, base, Target(tp=tp, lora_sharding=lora_sharding))
+    report = inspect_path(path, base, Asked(tp=tp, lora_sharding=lora_sharding))
     if as_json:
         _print_json(report.to_json())
     else:
@@ -157,18 +162,19 @@ def explain_folds(
     path: OnePath,
     *,
     base: Base = None,
-    tp: Ranks = 1,
-    lora_sharding: Sharding = LoraSharding.DEFAULT,
+    tp: AnyRanks = None,
+    lora_sharding: AnySharding = None,
     site: Annotated[str | None, typer.Option(metavar="GLOB", help="Only sites whose name matches.")] = None,
-    tenants: Tenants = 16,
-    tokens: Tokens = 16,
+    tenants: Annotated[int | None, typer.Option(min=1, help="As for compile. Default: 16; an artifact's own.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Likewise.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what became of every slot: its neighbours and their owners, merged or live, why, and the route."""
+    from scute_compile.artifact_checks import Asked
     from scute_compile.commands import explain_path
 
-    workload = Workload(tenants=tenants, tokens=tokens)
-    report = explain_path(path, base, Target(tp=tp, workload=workload, lora_sharding=lora_sharding), site)
+    asked = Asked(tp=tp, lora_sharding=lora_sharding, tenants=tenants, tokens=tokens)
+    report = explain_path(path, base, asked, site)
     if as_json:
         _print_json(report.to_json())
     else:

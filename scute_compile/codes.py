@@ -157,6 +157,10 @@ class Code(Enum):
     SC606 = ("a shared factor is missing", "The store that holds the artifact lacks a factor that it names by hash.")
     SC607 = ("two adapters have one name", "Two adapters of one call would be written to the same folder.")
     SC608 = ("the artifact is for another base", "The fingerprint of the base differs from the manifest's.")
+    SC609 = (
+        "the adapter changed since it was compiled",
+        "Files of the adapter aren't those that the artifact was compiled from, by the hashes in its manifest.",
+    )
     SC701 = ("a package is missing", "The light install plans and checks; compiling and verifying need torch and peft.")
     SC702 = (
         "not comparable with the installed PEFT",
@@ -218,6 +222,15 @@ class Code(Enum):
         "the runtime doesn't serve fully sharded terms",
         "With `--lora-sharding full` a rank holds a part of both factors, so that ranks must exchange what stands "
         "between them; a runtime that doesn't would add a part of the adapter and call it all.",
+    )
+    SC813 = (
+        "the step broke off",
+        "The model raised an error in the middle of a step of a continuous batch. The requests that took part end, "
+        "since the cache holds a part of what they need; those that wait are served.",
+    )
+    SC814 = (
+        "the device's memory is too small",
+        "The base, its adapters and the batch don't fit on the device together.",
     )
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scute_compile.artifact_checks import Asked, other_base, other_target
 from scute_compile.codes import Code
 from scute_compile.diagnostics import Diagnostic, Findings, ScuteError, fail
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
@@ -39,7 +40,13 @@ def compile_adapters(
         fail(Code.SC703, where="--name", found=name, expected="a plain folder name", next="choose another name")
     done: dict[int, Outcome] = {}
     for base_source, positions in _by_base(sources, base, done).items():
-        opened = open_model(base_source, weights=True)
+        try:
+            opened = open_model(base_source, weights=True)
+        except ScuteError as error:
+            if base is not None or len(sources) == 1:
+                raise
+            done.update((position, _refused(sources[position], error)) for position in positions)
+            continue
         planned = {
             position: plan(sources[position], opened, target, hash_files=True, name=name) for position in positions
         }
@@ -68,8 +75,12 @@ def _by_base(sources: Sequence[str], base: str | None, done: dict[int, Outcome])
         except ScuteError as error:
             if len(sources) == 1:
                 raise
-            done[position] = Outcome(path=source, name=Path(source).name, findings=error.diagnostics)
+            done[position] = _refused(source, error)
     return groups
+
+
+def _refused(source: str, error: ScuteError) -> Outcome:
+    return Outcome(path=source, name=Path(source).name, findings=error.diagnostics)
 
 
 def _own_base(source: str) -> str:
@@ -143,7 +154,7 @@ def check_paths(
         tp: Ranks; None: one for adapters, and for artifacts whatever they were compiled for.
         lora_sharding: How terms are cut; None likewise.
     """
-    target = Target(tp=tp or 1, lora_sharding=lora_sharding or LoraSharding.DEFAULT)
+    asked = Asked(tp=tp, lora_sharding=lora_sharding)
     opened: dict[str, OpenBase] = {}
 
     def model(source: str) -> OpenBase:
@@ -154,79 +165,58 @@ def check_paths(
     outcomes = []
     for source in sources:
         if is_artifact(source):
-            outcomes.append(_check_artifact(source, None if base is None else model(base), tp, lora_sharding))
+            outcomes.append(_check_artifact(source, None if base is None else model(base), asked))
             continue
         try:
-            outcomes.append(_outcome(plan(source, model(_own_base(source) if base is None else base), target)))
+            outcomes.append(_outcome(plan(source, model(_own_base(source) if base is None else base), asked.target)))
         except ScuteError as error:
             if base or len(sources) == 1:
                 raise
-            outcomes.append(Outcome(path=source, name=Path(source).name, findings=error.diagnostics))
+            outcomes.append(_refused(source, error))
     return tuple(outcomes)
 
 
-def _check_artifact(source: str, base: OpenBase | None, tp: int | None, lora_sharding: LoraSharding | None) -> Outcome:
+def _check_artifact(source: str, base: OpenBase | None, asked: Asked) -> Outcome:
     try:
         artifact = open_artifact(source)
     except ScuteError as error:
-        return Outcome(path=source, name=Path(source).name, findings=error.diagnostics)
+        return _refused(source, error)
     findings = other_base(artifact, base) if base else ()
-    findings += _other_target(artifact, tp, lora_sharding)
+    findings += other_target(artifact, asked)
     manifest = artifact.manifest
     return Outcome(path=source, name=manifest.name, method=manifest.method.value, findings=findings,
                    details=(("sites", len(manifest.sites)),))  # fmt: skip
 
 
-def _other_target(artifact: Artifact, tp: int | None, lora_sharding: LoraSharding | None) -> tuple[Diagnostic, ...]:
-    """Return what says that an artifact was compiled for other ranks than were asked for."""
-    manifest, findings = artifact.manifest, Findings()
-    for asked, own, option in ((tp, manifest.tp, "--tp"), (lora_sharding, manifest.lora_sharding, "--lora-sharding")):
-        if asked is not None and asked != own:
-            findings.error(
-                Code.SC801, where=manifest.name, found=f"an artifact compiled with {option} {own}",
-                expected=f"{option} {asked}, as asked for", next=f"compile the adapter again with {option} {asked}",
-            )  # fmt: skip
-    return tuple(findings)
+def _opened_as_asked(source: str, base: str | None, asked: Asked) -> Artifact:
+    """Open an artifact; its numbers can't be those of another base, other ranks or another workload."""
+    artifact = open_artifact(source)
+    wrong = other_target(artifact, asked)
+    if base is not None:
+        wrong += other_base(artifact, open_model(base, weights=False))
+    if wrong:
+        raise ScuteError(wrong)
+    return artifact
 
 
-def other_base(artifact: Artifact, base: OpenBase) -> tuple[Diagnostic, ...]:
-    """Return what says that an artifact was compiled for another base: its structure, or sampled weights."""
-    from scute_compile.formats.fingerprint import content_hash
-
-    findings = Findings()
-    recorded = artifact.manifest.base
-    hashes = [("structure", recorded.structure, base.structure_hash())]
-    if recorded.content and base.checkpoint.has_weights and base.checkpoint.path is not None:
-        hashes.append(("content", recorded.content, content_hash(base.checkpoint) or recorded.content))
-    for part, wanted, found in hashes:
-        if wanted != found:
-            findings.error(
-                Code.SC608, where=artifact.manifest.name, found=f"{part} hash {found[:12]} of {base.checkpoint.source}",
-                expected=f"{wanted[:12]}, recorded for a {recorded.model_type}",
-                next="pass the base that it was compiled for, or compile the adapter again",
-            )  # fmt: skip
-            break
-    return tuple(findings)
-
-
-def inspect_path(source: str, base: str | None, target: Target) -> InspectReport:
+def inspect_path(source: str, base: str | None, asked: Asked) -> InspectReport:
     """Describe an adapter folder or an artifact."""
     from scute_compile.inspect_report import inspect_artifact, inspect_program
 
     if is_artifact(source):
-        return inspect_artifact(open_artifact(source))
+        return inspect_artifact(_opened_as_asked(source, base, asked))
     opened = None if base is None else open_model(base, weights=False)
-    return inspect_program(_servable(plan(source, opened, target)))
+    return inspect_program(_servable(plan(source, opened, asked.target)))
 
 
-def explain_path(source: str, base: str | None, target: Target, site: str | None) -> ExplainReport:
+def explain_path(source: str, base: str | None, asked: Asked, site: str | None) -> ExplainReport:
     """Say what became of every slot of an adapter, or of an artifact by its recorded notes."""
     from scute_compile.explain_report import explain_artifact, explain_program
 
     if is_artifact(source):
-        return explain_artifact(open_artifact(source), site)
+        return explain_artifact(_opened_as_asked(source, base, asked), site)
     opened = open_model(_own_base(source) if base is None else base, weights=False)
-    return explain_program(_servable(plan(source, opened, target)), site)
+    return explain_program(_servable(plan(source, opened, asked.target)), site)
 
 
 def _servable(planned: Planned) -> Planned:
@@ -268,6 +258,11 @@ def run_demo(out: Path | None, *, quiet: bool) -> DemoReport:
     return demo(out, quiet=quiet)
 
 
+def _of_adapter(name: str, diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """Say which adapter of a call a diagnostic is about; artifacts of several stores may have one name."""
+    return [replace(one, where=f"{name}: {one.where}") for one in diagnostics]
+
+
 def run_prompts(
     base: str,
     adapters: Sequence[str],
@@ -279,11 +274,17 @@ def run_prompts(
     from scute_compile.run_request import RunReport, parse_request
 
     request = parse_request(adapters, prompts)
-    artifacts = {name: open_artifact(source) for name, source in request.adapters}
+    artifacts, findings = {}, Findings()
+    for name, source in request.adapters:
+        try:
+            artifacts[name] = open_artifact(source)
+        except ScuteError as error:
+            findings.diagnostics.extend(_of_adapter(name, error.diagnostics))
+    findings.raise_if_errors()
     opened = open_model(base, weights=True)
-    wrong = [finding for artifact in artifacts.values() for finding in other_base(artifact, opened)]
-    if wrong:
-        raise ScuteError(wrong)
+    for name, artifact in artifacts.items():
+        findings.diagnostics.extend(_of_adapter(name, other_base(artifact, opened)))
+    findings.raise_if_errors()
     try:
         from scute_compile.runtime_min.run_command import BaseModel, run
     except ModuleNotFoundError as error:

@@ -53,19 +53,31 @@ def envelope(command: str, **fields: object) -> dict[str, object]:
     return {"schema_version": SCHEMA_VERSION, "command": command, **fields}
 
 
-def lines(findings: Sequence[Diagnostic]) -> Iterator[str]:
-    """Yield findings as text; of many with one code the first few and a count."""
+def lines(findings: Sequence[Diagnostic], adapter: str = "") -> Iterator[str]:
+    """Yield findings as text; of many with one code the first few and a count.
+
+    Args:
+        findings: Of one adapter.
+        adapter: Its path, where a call has several: each finding then says whose it is.
+    """
     for code in dict.fromkeys(finding.code for finding in findings):
         same = [finding for finding in findings if finding.code is code]
-        yield from (str(finding) for finding in same[:SHOWN])
+        yield from (_told(finding, adapter) for finding in same[:SHOWN])
         if len(same) > SHOWN:
             yield f"  ... and {len(same) - SHOWN} more {code.name}; --json lists all"
+
+
+def _told(finding: Diagnostic, adapter: str) -> str:
+    from scute_compile.diagnostics import printable
+
+    title, *fields = str(finding).split("\n")
+    return "\n".join([title, *([f"  adapter   {printable(adapter)}"] if adapter else []), *fields])
 
 
 def render(outcomes: Sequence[Outcome], results: Console, problems: Console) -> None:
     """Print one line per adapter to `results`, and findings to `problems`."""
     for item in outcomes:
-        for line in lines(item.findings):
+        for line in lines(item.findings, item.path if len(outcomes) > 1 else ""):
             problems.print(line, markup=False, highlight=False, soft_wrap=True)
         mark = {"refused": "[red]refused[/]", "noted": "[yellow]exact, with notes[/]", "exact": "[green]exact[/]"}
         where = f" -> {item.artifact}" if item.artifact else ""

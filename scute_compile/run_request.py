@@ -83,6 +83,15 @@ def shown(name: str, text: str) -> str:
     return f"{printable(name)}> " + ("\n" + " " * (len(printable(name)) + 2)).join(lines)
 
 
+def _is_text(text: str) -> bool:
+    """Whether no byte of the command line stands in it undecoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def parse_request(adapters: Sequence[str], prompts: Sequence[str]) -> RunRequest:
     """Read `NAME=ARTIFACT` and `NAME:TEXT`, where an empty name and `base` mean the base alone.
 
@@ -112,6 +121,9 @@ def parse_request(adapters: Sequence[str], prompts: Sequence[str]) -> RunRequest
         if not (colon and text):
             findings.error(Code.SC703, where="--prompt", found=word or "an empty word", expected="NAME:TEXT, or :TEXT",
                            next="write --prompt NAME:TEXT once per prompt")  # fmt: skip
+        elif not _is_text(text):
+            findings.error(Code.SC703, where="--prompt", found=f"{text:.80}, which holds bytes that are no UTF-8",
+                           expected="text", next="write the prompt in UTF-8")  # fmt: skip
         elif name not in ("", BASE) and name not in named:
             findings.error(
                 Code.SC802, where=name, found="a prompt for an adapter that isn't given",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scute_compile.artifact_checks import other_sources
 from scute_compile.codes import Code
-from scute_compile.diagnostics import Diagnostic, fail
+from scute_compile.diagnostics import Diagnostic, ScuteError, fail
 from scute_compile.outcomes import SCHEMA_VERSION
 from scute_compile.target import DType
 
@@ -29,6 +30,8 @@ class VerifyReport:
 
     artifact: str
     result: Verification
+    notes: tuple[Diagnostic, ...] = ()
+    """What is worth knowing whatever the verdict: files of the adapter that changed since compiling."""
 
     @property
     def allowed(self) -> float:
@@ -59,8 +62,8 @@ class VerifyReport:
     def to_json(self) -> dict[str, object]:
         """Return the comparison as plain JSON values."""
         head = {"schema_version": SCHEMA_VERSION, "command": "verify", "artifact": self.artifact, "passed": self.passed}
-        problem = [self.problem.to_json()] if self.problem else []
-        return {**head, **self.result.to_json(), "allowed_mean_error": self.allowed, "findings": problem}
+        findings = [one.to_json() for one in (*self.notes, self.problem) if one]
+        return {**head, **self.result.to_json(), "allowed_mean_error": self.allowed, "findings": findings}
 
     def render(self, results: Console, problems: Console) -> None:
         """Print the figures, and the verdict."""
@@ -77,6 +80,8 @@ class VerifyReport:
             f"{self.artifact}: {self.result.dtype}, tp {self.result.tp}, {self.result.tokens} tokens", markup=False
         )
         results.print(table)
+        for note in self.notes:
+            problems.print(str(note), markup=False, highlight=False, soft_wrap=True)
         if self.problem:
             problems.print(str(self.problem), markup=False, highlight=False, soft_wrap=True)
         else:
@@ -104,6 +109,10 @@ def verify(artifact: Artifact, adapter: str, base: OpenBase, tokens: int) -> Ver
         )  # fmt: skip
     if base.checkpoint.path is None:
         raise AssertionError(base.checkpoint.source)
-    result = compare(artifact, open_adapter(adapter), base.checkpoint.path, tokens=tokens,
-                     base_dtype=base.structure.dtype)  # fmt: skip
-    return VerifyReport(artifact=artifact.manifest.name, result=result)
+    source = open_adapter(adapter)
+    notes = other_sources(artifact, source)
+    try:
+        result = compare(artifact, source, base.checkpoint.path, tokens=tokens, base_dtype=base.structure.dtype)
+    except ScuteError as error:
+        raise ScuteError([*notes, *error.diagnostics]) from None
+    return VerifyReport(artifact=artifact.manifest.name, result=result, notes=notes)

@@ -84,3 +84,34 @@ def test_runs_of_the_page_map_never_overlap_and_gaps_join(steps: list[tuple[bool
     for start, count in held:
         ranges.release(start, count)
     assert ranges.allocate(40) == 0
+
+
+WRONG_RETURNS = {
+    "an adapter's page": [0],
+    "a free page": [7],
+    "one page twice": [4, 4],
+    "a negative number": [-4],
+    "a number past the end": [8],
+    "no whole number": [4.5],
+}
+
+
+@pytest.mark.parametrize("what", WRONG_RETURNS)
+def test_pages_that_are_not_lent_are_never_taken_back(what: str) -> None:
+    """Such a page would be free while an adapter reads it, and the next one would be written over it."""
+    pool = PagePool(8, torch.bfloat16, CPU)
+    holding, loan = pool.allocate(4), pool.lend(2)
+    before = pool.counts
+    with pytest.raises(ScuteError, match="SC703"):
+        pool.reclaim(torch.tensor(WRONG_RETURNS[what]))
+    assert pool.counts == before
+    pool.reclaim(loan)
+    pool.release(holding)
+    assert pool.counts.free == 8
+
+
+def test_no_pages_are_lent_backwards() -> None:
+    pool = PagePool(8, torch.bfloat16, CPU)
+    with pytest.raises(ScuteError, match="SC703"):
+        pool.lend(-1)
+    assert pool.counts.free == 8

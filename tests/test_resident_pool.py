@@ -231,6 +231,29 @@ def test_a_name_is_taken_until_it_is_removed() -> None:
     assert_reads_back(pool, pool.resident["tenant"], "ia3", 2)
 
 
+def test_a_lease_is_given_back_once() -> None:
+    """A second time would take the hold of another step, whose adapter could then be evicted while it is read."""
+    pool = pool_of(200, 2)
+    pool.load("tenant", image("ia3", 1))
+    first, second = pool.acquire(["tenant"]), pool.acquire(["tenant"])
+    pool.release(first)
+    with pytest.raises(ScuteError, match="given back already") as refused:
+        pool.release(first)
+    assert code_of(refused) == "SC703"
+    with pytest.raises(ScuteError, match="running steps") as held:
+        pool.evict("tenant")
+    assert code_of(held) == "SC806"
+    pool.release(second)
+    pool.evict("tenant")
+
+
+@pytest.mark.parametrize("sizes", [{"num_pages": 0}, {"slots": 0}, {"slots": -1}, {"shared_pages": -1}])
+def test_a_pool_of_no_size_is_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ScuteError) as refused:
+        pool_of(**{"num_pages": 8, "slots": 2, **sizes})
+    assert code_of(refused) == "SC703"
+
+
 def test_a_cache_and_adapters_draw_on_one_budget() -> None:
     lora = image("lora", 5)
     pool = pool_of(2 * lora.pages + 4, 4, lendable=lora.pages + 10)

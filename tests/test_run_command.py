@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from io import StringIO
@@ -135,3 +137,70 @@ def test_a_terminal_shows_every_row_as_it_grows() -> None:
     assert "a> one two\\x1b[31m" in screen.getvalue()
     assert "base> un deux" in screen.getvalue()
     assert shown("a", "one\ntwo") == "a> one\n   two"
+
+
+def changed(base: Path, tmp_path: Path, file: str, **fields: object) -> Path:
+    """A copy of the base with other fields in one of its JSON files."""
+    folder = Path(shutil.copytree(base, tmp_path / "changed"))
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder
+
+
+ASKS: dict[str, dict[str, object]] = {
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "a penalty": {"repetition_penalty": 5.0},
+    "stop strings": {"stop_strings": ["w9"]},
+    "an assistant": {"prompt_lookup_num_tokens": 3},
+    "guidance": {"guidance_scale": 2.0},
+    "no cache": {"use_cache": False},
+    "an end that is no token": {"eos_token_id": 10**9},
+}
+
+
+@pytest.mark.parametrize("what", ASKS)
+def test_tokens_are_greedy_whatever_the_base_asks_for(
+    what: str, base: Path, made: Callable[[str], Compiled], tmp_path: Path
+) -> None:
+    one = made("lora")
+    folder = changed(base, tmp_path, "generation_config.json", **ASKS[what])
+    ran = scute(
+        "run", "--base", folder, "--adapter", f"lora={one.artifact}", "--prompt", f"lora:{PROMPTS['lora']}",
+        "--prompt", f":{PROMPTS['base']}", "--max-new-tokens", 6, "--json",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    models = (peft_model("llama", one).base_model.model, load_base("llama", base))
+    for row, model in zip(ran.answer["rows"], models, strict=True):
+        assert row["tokens"] == expected(model, row["prompt"], 6)
+
+
+def test_a_tokenizer_of_another_model_is_named(base: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base, tmp_path / "other"))
+    file = folder / "tokenizer.json"
+    file.write_text(re.sub(r'"w5": *5\b', '"w5": 5000', file.read_text()))
+    refused(scute("run", "--base", folder, "--prompt", ":w5"), "SC703", "token 5000", "below 128")
+
+
+@pytest.mark.parametrize("head", ["LlamaForSequenceClassification", "LlamaModel"])
+def test_a_base_that_continues_no_text_is_refused(head: str, base: Path, tmp_path: Path) -> None:
+    folder = changed(base, tmp_path, "config.json", architectures=[head])
+    refused(scute("run", "--base", folder, "--prompt", ":w5"), "SC402", head)
+
+
+def test_a_prompt_that_is_no_text_is_refused(base: Path) -> None:
+    refused(scute("run", "--base", base, "--prompt", ":w5 \udcff"), "SC703", "no UTF-8")
+
+
+def test_all_artifacts_that_are_wrong_are_named_with_their_adapter(
+    base: Path, made: Callable[[str], Compiled], pair: Pair, shared_folder: Path, tmp_path: Path
+) -> None:
+    absent, zero = tmp_path / "absent", "a\0b"
+    given = {"one": absent, "two": zero, "three": made("lora").artifact}
+    adapters = [word for name, path in given.items() for word in ("--adapter", f"{name}={path}")]
+    ran = scute("run", "--base", base, *adapters, "--prompt", "three:w5")
+    refused(ran, "SC601", f"one: {absent}", "two: a\\x00b")
+    assert "three" not in ran.err
+    other = artifact_of("lora", "gpt2", pair, shared_folder).artifact
+    ran = scute("run", "--base", base, "--adapter", f"mine={other}", "--prompt", "mine:w5")
+    refused(ran, "SC608", "mine: lora")

@@ -175,7 +175,33 @@ def a_folder_with_a_key_that_nobody_knows(llama: Tenants) -> Path:
     return _renamed_folder(llama, "unknown", r"(layers\.0\.self_attn\.q_proj\.lora)_A", r"\1_X")
 
 
+def _not_finite(tensors: dict[str, torch.Tensor]) -> None:
+    key = next(key for key in tensors if key.endswith(".A") or "lora_A" in key)
+    tensors[key] = tensors[key].clone()
+    tensors[key].view(-1)[-1] = float("nan")
+
+
+def with_a_number_that_is_none(llama: Tenants) -> Path:
+    """An artifact with a NaN; all hashes are right."""
+    artifact = llama.artifact("lora")
+    made = artifact.with_name("not-finite")
+    return made if made.is_dir() else tampered(artifact, made.name, _not_finite)
+
+
+def a_folder_with_a_number_that_is_none(llama: Tenants) -> Path:
+    """A PEFT LoRA folder with a NaN."""
+
+    def write(folder: Path) -> None:
+        saved = Saved.read(llama.folder("lora"))
+        _not_finite(saved.tensors)
+        saved.write(folder)
+
+    return made_once(llama.root / "not-finite" / "folder", write)
+
+
 BAD: Mapping[str, Bad] = {
+    "a number that is none": Bad(made=with_a_number_that_is_none, words=("sc309", "nan")),
+    "a folder with a number that is none": Bad(made=a_folder_with_a_number_that_is_none, words=("sc309",)),
     "a base with other weights": Bad(made=of_a_base_with_other_weights, words=("base", "content")),
     "a base with other shapes": Bad(made=of_a_base_with_other_shapes, words=("base",)),
     "a site that the model lacks": Bad(made=with_a_site_that_the_model_lacks, words=("model.layers.7.",)),

@@ -193,6 +193,16 @@ class Engine:
         sent = [asdict(row) for row in rows]
         return _answers(rows, self.ask("interrupted", rows=sent, tokens=tokens, steps=steps, adapters=others))
 
+    def meanwhile(
+        self, rows: Sequence[Row], acts: Sequence[tuple[str, object]], *, steps: int = 3, tokens: int = 8
+    ) -> tuple[tuple[Answer, ...], tuple[str, ...]]:
+        """Answer rows; after a few steps other things happen. Returns what each act was refused with, "" for none."""
+        sent = [[name, asdict(value) if isinstance(value, Adapter) else value] for name, value in acts]
+        answers, said = self.ask(
+            "meanwhile", rows=[asdict(row) for row in rows], tokens=tokens, steps=steps, acts=sent
+        )  # fmt: skip
+        return _answers(rows, answers), tuple(one.get("refused", "") for one in said)
+
     def load(self, adapter: Adapter) -> bool:
         """Load an adapter; whether it was new."""
         return bool(self.ask("load", adapter=asdict(adapter)))

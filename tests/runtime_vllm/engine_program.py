@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -85,6 +86,25 @@ class Commands:
             taken += 1
             finished.update({done.request_id: done for done in engine.step() if done.finished})
         return [_row(finished[f"row {number}"]) for number in range(len(rows))]
+
+    def meanwhile(self, rows: list[Json], tokens: int, steps: int, acts: list[Json]) -> Json:
+        """Answer rows; after `steps` steps other things happen, each of which may be refused.
+
+        An act is `["remove", folder]`, `["load", adapter]` or `["unload", number]`.
+        """
+        engine = self.llm.llm_engine
+        for number, row in enumerate(rows):
+            prompt = {"prompt_token_ids": row["prompt"]}
+            request = _request(row["adapter"])
+            engine.add_request(f"row {number}", prompt, self._sampling(tokens), lora_request=request)
+        does: dict[str, Callable[[Json], Json]] = {"remove": shutil.rmtree, "load": self.load, "unload": self.unload}
+        finished, said, taken = {}, [], 0
+        while engine.has_unfinished_requests():
+            if taken == steps:
+                said = [_answer(lambda: does[name](value), lambda: 0) for name, value in acts]  # noqa: B023 - called at once
+            taken += 1
+            finished.update({done.request_id: done for done in engine.step() if done.finished})
+        return [[_row(finished[f"row {number}"]) for number in range(len(rows))], said]
 
     def load(self, adapter: Json) -> Json:
         """Load an adapter."""

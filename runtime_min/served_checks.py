@@ -1,0 +1,105 @@
+"""What a served model refuses before anything runs: models, sizes, and calls of another form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
+from scute_compile.runtime_min.served_layer import ServedLinear
+
+
+def check_unwrapped(model: torch.nn.Module) -> None:
+    """Refuse a model whose layers another served model has replaced (SC703)."""
+    held = sum(isinstance(module, ServedLinear) for module in model.modules())
+    if held:
+        fail(
+            Code.SC703, where="the model", found=f"{held} layers that another ServedModel serves",
+            expected="a model that is served once",
+            next="load the adapters into the first one, give the model back with its `remove`, or load a second model",
+        )  # fmt: skip
+
+
+def check_sizes(**sizes: int) -> None:
+    """Refuse a size below one (SC703)."""
+    small = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+    if small:
+        fail(Code.SC703, where="a served model", found=", ".join(small), expected="at least 1 of each",
+             next="choose other sizes")  # fmt: skip
+
+
+def weight_of(linears: Mapping[str, torch.nn.Module], dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the first layer's weight, after checking that the pool can serve all of them.
+
+    Raises:
+        ScuteError: SC402 without a linear layer; SC703 for layers on several devices, or of another dtype on a GPU.
+    """
+    weights = [weight for layer in linears.values() if isinstance(weight := layer.weight, torch.Tensor)]
+    devices = sorted({str(weight.device) for weight in weights})
+    if len(devices) != 1:
+        fail(
+            Code.SC402 if not devices else Code.SC703, where="the model",
+            found=f"linear layers on {len(devices)} devices: {', '.join(devices)}" if devices else "no linear layer",
+            expected="linear layers, all of them on one device", next="load a causal language model on one device",
+        )  # fmt: skip
+    kinds = sorted({str(weight.dtype) for weight in weights})
+    if weights[0].is_cuda and (len(kinds) > 1 or dtype not in (None, weights[0].dtype)):
+        fail(
+            Code.SC703, where="dtype", found=f"{dtype}, with layers in {', '.join(kinds)}",
+            expected="one dtype for the pool and all layers on a GPU",
+            next="load the model in the dtype of the artifacts",
+        )  # fmt: skip
+    return weights[0]
+
+
+def shape_of(input_ids: torch.Tensor | None, embeddings: torch.Tensor | None) -> tuple[int, int]:
+    """Return rows and tokens per row of one call. Raises SC703 for tensors of another form, and for no token."""
+    given = input_ids if input_ids is not None else embeddings
+    if given is None:
+        fail(Code.SC703, where="forward", found="neither input_ids nor inputs_embeds", expected="one of them",
+             next="pass the batch's tokens")  # fmt: skip
+    shape = tuple(given.shape) if isinstance(given, torch.Tensor) else ()
+    wanted = 2 if given is input_ids else 3
+    if len(shape) != wanted or not all(shape[:2]):
+        fail(
+            Code.SC703, where="input_ids" if given is input_ids else "inputs_embeds",
+            found=f"a tensor of shape {list(shape)}" if shape else f"a {type(given).__name__}",
+            expected="a tensor of rows and tokens, at least one of each", next="pass one row per sequence",
+        )  # fmt: skip
+    return shape[0], shape[1]
+
+
+def check_rows(adapters: Sequence[str | None], rows: int) -> None:
+    """Refuse a batch that has not one adapter id per row (SC703)."""
+    if not adapters or rows != len(adapters) or isinstance(adapters, str):
+        fail(
+            Code.SC703, where="adapters", found=f"{len(adapters)} adapter ids for {rows} rows",
+            expected="one id per row of the batch", next="pass None for rows that the base serves alone",
+        )  # fmt: skip
+    odd = [name for name in adapters if not isinstance(name, str | None)]
+    if odd:
+        fail(Code.SC703, where="adapters", found=f"{odd[0]!r:.80} as an id", expected="names, or None",
+             next="pass the names under which adapters were loaded")  # fmt: skip
+
+
+def check_step(adapters: Sequence[str | None], tokens: Sequence[int]) -> None:
+    """Refuse a step that has not one adapter id and a number of tokens per sequence (SC703)."""
+    if len(tokens) != len(adapters) or any(count < 1 for count in tokens):
+        fail(Code.SC703, where="adapters", found=f"{len(adapters)} adapter ids for sequences of {list(tokens)} tokens",
+             expected="one id per sequence, of at least one token",
+             next="pass None for sequences of the base alone")  # fmt: skip
+
+
+def check_turn(*, removed: bool, running: bool) -> None:
+    """Refuse a step after the model was given back, and one inside another (SC703)."""
+    if removed:
+        fail(Code.SC703, where="a served model", found="a step after `remove`, which gave the model back",
+             expected="a model whose layers are served", next="wrap the model again")  # fmt: skip
+    if running:
+        fail(
+            Code.SC703, where="a served model", found="a step inside another, whose adapters it would replace",
+            expected="one step at a time",
+            next="wait until the call before has ended; a streamer or a hook must not call the model",
+        )  # fmt: skip
