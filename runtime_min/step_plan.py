@@ -209,6 +209,10 @@ HOST_COPIES = 4
 """Steps whose metadata may wait for the device while the host prepares the next one."""
 
 
+LONG_REGION = 1 << 16
+"""Entries from which on the unused part of a region is left out of the copy."""
+
+
 class StepBuffers(StepRegions):
     """The device's copy of a step's plan, at a fixed address, and the host's copies that it is filled from.
 
@@ -231,16 +235,21 @@ class StepBuffers(StepRegions):
         that was captured for larger steps launches programs for them too.
         """
         host = self._host()
+        values = host.numpy()
         for name, absent in (("row_slot", -1), ("block", 0), ("tile", 0)):
             start, length = self.layout[name]
-            host[start : start + length] = absent
+            values[start : start + length] = absent
         start, length = self.layout["tile"]
-        host[start : start + length : 4] = -1
-        for name, values in plan.regions.items():
+        values[start : start + length : 4] = -1
+        for name, given in plan.regions.items():
             start, _ = self.layout[name]
-            if values:
-                host[start : start + len(values)] = torch.tensor(list(values), dtype=torch.int32)
-        self.device_copy.copy_(host, non_blocking=True)
+            values[start : start + len(given)] = given
+        # `work` has room for the largest rank in every row: in buffers of many rows nearly all of what is to be copied
+        start, length = self.layout["work"]
+        used = start + len(plan.regions["work"])
+        whole = ((0, len(host)),)
+        for first, last in whole if length < LONG_REGION else ((0, used), (start + length, len(host))):
+            self.device_copy[first:last].copy_(host[first:last], non_blocking=True)
         if self.device_copy.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it unannotated
             event.record(torch.cuda.current_stream(self.device_copy.device))

@@ -52,9 +52,11 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         self._stages = int(vllm_config.parallel_config.pipeline_parallel_size)
         self.digests: dict[int, str] = {}
         """Content of each artifact by vLLM's number, until that adapter is removed."""
+        max_rows, padded_beyond = _decode_rows(vllm_config)
         limits = StepLimits(
             max_tokens=self.max_num_batched_tokens,
-            max_rows=_decode_rows(vllm_config),
+            max_rows=max_rows,
+            padded_beyond=padded_beyond,
             max_rank=self.lora_config.max_lora_rank,
             pair_rank=self.options.pair_rank,
             rotations=self.options.rotations,
@@ -118,6 +120,8 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         """Forget every adapter."""
         super().remove_all_adapters()
         self.steps.release()
+        self.steps.rehearsing = False
+        self._epoch += 1
         for name in self.pool.names:
             self._take_off(name)
             self.pool.remove(name)
@@ -131,7 +135,9 @@ class AdapterSlots(LRUCacheLoRAModelManager):
 
     def _set_adapter_mapping(self, mapping: Any) -> None:
         super()._set_adapter_mapping(mapping)
-        self.steps.write([self.pool_name(number) if number > 0 else None for number in mapping.index_mapping])
+        names = {number: self.pool_name(number) if number > 0 else None for number in set(mapping.index_mapping)}
+        self.steps.rehearsing = any(number not in self.digests for number in self._registered_adapters)
+        self.steps.write([names[number] for number in mapping.index_mapping])
 
     def _deactivate_adapter(self, lora_id: int) -> None:
         super()._deactivate_adapter(lora_id)
@@ -189,11 +195,23 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         return int(self.lora_slots) * (pages_of(each * GRANULE_BYTES) + 1)
 
 
-def _decode_rows(vllm_config: Any) -> int:
-    """Return the largest captured size within the decode form, so that padding a step never changes its form."""
+def _decode_rows(vllm_config: Any) -> tuple[int, bool]:
+    """Return the decode form's most rows, and whether a step of fewer may be padded to more.
+
+    It is the largest captured size within the form, so that padding a step to a captured size never changes its form.
+    Data parallel ranks are padded to the largest of them all, sequence parallelism pads to its own multiples, and
+    speculative decoding changes the captured sizes later.
+    """
     sizes: list[int] = getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or []
-    rows: int = max([size for size in sizes if size <= DECODE_ROWS] or [DECODE_ROWS])
-    return rows
+    fitting = [size for size in sizes if size <= DECODE_ROWS]
+    passes = getattr(vllm_config.compilation_config, "pass_config", None)
+    beyond = (
+        bool(sizes and not fitting)
+        or vllm_config.parallel_config.data_parallel_size > 1
+        or vllm_config.speculative_config is not None
+        or bool(getattr(passes, "enable_sp", False))
+    )
+    return max(fitting or [DECODE_ROWS]), beyond
 
 
 def pool_report(slots: AdapterSlots) -> str:
