@@ -150,22 +150,28 @@ class AdapterSlots(LRUCacheLoRAModelManager):
             self._epoch += 1
 
     def _create_merged_loras_inplace(self, lora_model: Any) -> None:
-        """Put a loaded adapter into the pool's host memory; what is left of a stock one is vLLM's."""
+        """Put a loaded adapter into the pool's host memory; what is left of a stock one is vLLM's.
+
+        Adapters without a digest are the stand-ins of vLLM's warm-up. They are empty here: their weights are zeros, and
+        already have this rank's shapes.
+        """
         image: AdapterImage | None = getattr(lora_model, "scute_image", None)
-        if image is None and not self.options.stock_kernels:
-            image = image_of(
-                str(lora_model.id), lora_model.loras, self._modules, self.sites, self.pool.dtype,
-                pin=self.pool.memory.pin,
-            )  # fmt: skip
+        digest: str | None = getattr(lora_model, "scute_digest", None)
+        name, pin = str(lora_model.id), self.pool.memory.pin
+        if image is None and (self.options.stock_kernels or digest is None):
+            image = image_of(name, {}, (), self.sites, self.pool.dtype, pin=pin)
+        elif image is None:
+            image = image_of(name, lora_model.loras, self._modules, self.sites, self.pool.dtype, pin=pin)
+        if not self.options.stock_kernels:
             for site in self.sites:
                 lora_model.loras.pop(site.name, None)
                 lora_model.loras.pop(site.gemm, None)  # vLLM's warm-up packs slices itself
-        elif image is None:
-            image = image_of(str(lora_model.id), {}, (), self.sites, self.pool.dtype, pin=self.pool.memory.pin)
         check_fits(image, self.pool, self.options, slots=self.lora_slots, images=self.images(without=lora_model.id))
         if lora_model.loras:
             super()._create_merged_loras_inplace(lora_model)
         self.pool.add(self.pool_name(lora_model.id), image)
+        if digest is not None:
+            self.digests[lora_model.id] = digest
 
     def _sites(self, name: str, layer: Any) -> tuple[SiteSlot, ...]:
         parts = self.packed_modules.get(name, [name])
