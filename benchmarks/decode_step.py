@@ -106,9 +106,10 @@ class Pool:
         facts, pairs = self.resident.facts, self.resident.pairs
         rotated = sum(facts[slot].rotated for slot in slots) * rows
         ranks = sum(max(facts[slot].rank, facts[slot].pair_rank if rows > 1 else 0) for slot in slots) * rows
-        capacity = Capacity(tokens=len(slots) * rows, ranks=max(16, ranks), pairs=max(1, len(pairs)), rotated=rotated)
+        capacity = Capacity(tokens=len(slots) * rows, ranks=max(16, ranks), pairs=max(1, len(pairs)), rotated=rotated,
+                            prefill=rows > 1)  # fmt: skip
         self.buffers = StepBuffers(capacity, DEVICE)
-        plan = plan_step([slot for slot in slots for _ in range(rows)], facts, pairs, capacity, prefill=rows > 1)
+        plan = plan_step([slot for slot in slots for _ in range(rows)], facts, pairs, capacity)
         self.buffers.fill(plan)
         memory = self.resident.memory
         self.tensors = PoolTensors(

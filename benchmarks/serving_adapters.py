@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Mapping
+from functools import cache
+from itertools import count as count_up
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ from scute_compile.target import DType, Target
 
 SHARED_RANK, BLOCK = 256, 32
 PREFIX = "base_model.model."
+NOISE, STRIDE = 1 << 22, 1_000_003
+"""Random values in all, at least as many as the largest tensor has; and how far apart two tensors' values begin."""
+_windows = count_up()
 
 
 def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32000) -> Path:
@@ -99,8 +105,16 @@ def _targets(shape: Shape) -> list[str]:
     return sorted({site.name.rsplit(".", 1)[1] for site in sites_of(shape)})
 
 
+@cache
+def _noise() -> torch.Tensor:
+    """Return `NOISE` random values, twice, of which each tensor gets a window: drawing all anew took longest."""
+    return torch.randn(NOISE).to(torch.bfloat16).repeat(2)
+
+
 def _drawn(*shape: int, scale: float) -> torch.Tensor:
-    return (torch.randn(*shape) * scale).to(torch.bfloat16)
+    count = math.prod(shape)
+    first = next(_windows) * STRIDE % NOISE
+    return _noise()[first : first + count].view(shape) * scale
 
 
 def _lora(shape: Shape, rank: int) -> Folder:

@@ -12,14 +12,14 @@ from functools import cache
 import torch
 import triton
 
-from scute_compile.runtime_min.kernels.expand import expand_kernel
+from scute_compile.runtime_min.kernels.expand import expand_kernel, shared_expand_kernel
 from scute_compile.runtime_min.kernels.prefill import (
     prefill_expand_kernel,
     prefill_rotate_kernel,
     prefill_shrink_kernel,
 )
 from scute_compile.runtime_min.kernels.rotate import rotate_kernel
-from scute_compile.runtime_min.kernels.shrink import shrink_kernel
+from scute_compile.runtime_min.kernels.shrink import shared_shrink_kernel, shrink_kernel
 from scute_compile.runtime_min.step_form import Features, Gemm, PoolTensors, Product
 from scute_compile.runtime_min.step_plan import (
     OWNED_ROWS,
@@ -35,18 +35,20 @@ RUN_GRANULES = 1792
 ROTATE_BLOCK, ROTATE_GROUPS, ROTATE_WARPS = 256, 2, 2
 """Columns per program, and threads for each granule of them."""
 ROTATE_DEPTH = 16
-SHRINK_WARPS, SHRINK_STAGES, OWNED_PROGRAMS = 4, 4, 132 * 16
+SHRINK_WARPS, OWNED_PROGRAMS = 4, 132 * 16
 PREFILL_COLUMNS, PREFILL_WARPS = 64, 4
 PREFILL_REGISTERS: int | None = 128
 PREFILL_TURN, PREFILL_STEPS = 64, 4
 """Columns per product of the prefill rotation, and products per program."""
-EXPAND_WARPS, SHARED_WARPS, EXPAND_STAGES = 2, 4, 3
-SHARED_REGISTERS: int | None = None
-TALL_COLUMNS, TALL_ROWS, TALL_PROGRAMS = 32, 128, 132 * 8
+EXPAND_WARPS = 2
+TALL_COLUMNS, TALL_ROWS, TALL_PROGRAMS = 16, 128, 132 * 16
+SHARED_WARPS, SHARED_STAGES = 4, 4
 SHARED_ROWS = 64
 """Rows of a shared B per product."""
-SHARED_STEP = 128
+SHARED_STEP = 256
 """Values of K per product of the shared shrink."""
+SHARED_SPLIT = 4
+"""Runs of K of the shared shrink: enough programs, and few partial sums for every program of the expand to add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +68,14 @@ def owned_split(k: int, values: int) -> _Split:
     return _Split(parts, triton.next_power_of_2(-(-granules // parts)))
 
 
-def shared_split(k: int) -> int:
-    """Return runs of K of the shared shrink: enough programs, and few partial sums for every expand program to add."""
-    return 4 if k <= 8192 else 8
-
-
 def held_ranks(capacity: Capacity) -> int:
     """Return ranks per row of `(x A^T) * d`: the shrink writes whole blocks."""
-    return triton.cdiv(capacity.pair_ranks, PAIR_RANKS) * PAIR_RANKS
+    return -(-capacity.pair_ranks // PAIR_RANKS) * PAIR_RANKS
 
 
 def shared_columns(columns: int) -> int:
     """Return columns per program of the shared expand: each program reads all of `h * d` again."""
-    return 128 if columns >= 16384 else 64 if columns >= 5120 else 32
+    return 128 if columns >= 16384 else 64
 
 
 def _early(x: torch.Tensor) -> dict[str, bool]:
@@ -146,7 +143,7 @@ def _buffers(x: torch.Tensor, gemm: Gemm, step: StepRegions, features: Features)
     pairs = capacity.tokens * held_ranks(capacity) if features.shared and not features.prefill else 0
     return (
         x.new_empty(parts * slices * capacity.ranks, dtype=torch.float32),
-        x.new_empty(slices * shared_split(k) * pairs, dtype=torch.float32),
+        x.new_empty(slices * SHARED_SPLIT * pairs, dtype=torch.float32),
     )
 
 
@@ -164,18 +161,23 @@ def _shrink(
             num_warps=4, num_stages=3,
         )  # fmt: skip
         return
-    split, split_s = owned_split(k, values), shared_split(k)
-    shared_programs = features.shared_programs * split_s if features.shared else 0
-    owned_units = features.programs * slices * split.parts if features.owned else 0
-    shrink_kernel[(max(1, shared_programs + min(owned_units, OWNED_PROGRAMS)),)](
-        x, h, hs, pool.shared, pool.pages, pool.page_map, pool.directory, region("work"), region("swork"),
-        region("pair_rows"), region("pair_slots"), region("pair"), sites,
-        gemm.first_site, capacity.ranks, shared_programs, owned_units,
-        K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=split_s, BLOCK_K=SHARED_STEP,
-        VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS, HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity),
-        HAS_OWNED=owned_units > 0, HAS_SHARED=features.shared, PDL=starts_early(x.device),
-        num_warps=SHRINK_WARPS, num_stages=SHRINK_STAGES, **_early(x),
-    )  # fmt: skip
+    early = starts_early(x.device)
+    if features.shared_programs:
+        shared_shrink_kernel[(features.shared_programs * SHARED_SPLIT,)](
+            x, hs, pool.shared, pool.pages, pool.page_map, pool.directory, region("swork"), region("pair_rows"),
+            region("pair_slots"), region("pair"), sites, gemm.first_site,
+            K=k, SLICES=slices, SPLIT=SHARED_SPLIT, BLOCK_K=SHARED_STEP, VALUES=values, BLOCK_T=PAIR_TOKENS,
+            BLOCK_R=PAIR_RANKS, HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), PDL=early,
+            num_warps=SHRINK_WARPS, num_stages=SHARED_STAGES, **_early(x),
+        )  # fmt: skip
+    split = owned_split(k, values)
+    units = features.programs * slices * split.parts
+    if units:
+        shrink_kernel[(min(units, OWNED_PROGRAMS),)](
+            x, h, pool.pages, pool.page_map, pool.directory, region("work"), sites, gemm.first_site, capacity.ranks,
+            units, K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, VALUES=values, PDL=early,
+            num_warps=SHRINK_WARPS, **_early(x),
+        )  # fmt: skip
 
 
 def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm, features: Features) -> torch.Tensor:
@@ -218,25 +220,30 @@ def _expand(
             HAS_BIAS=bias is not None, num_warps=PREFILL_WARPS, num_stages=2, maxnreg=PREFILL_REGISTERS,
         )  # fmt: skip
         return
-    early = (features.owned or features.shared) and starts_early(x.device)
-    warps = SHARED_WARPS if features.shared else EXPAND_WARPS
-    block_n = 32 * warps * pool.values
-    rows = max(16, min(SHARED_ROWS, triton.next_power_of_2(capacity.pair_ranks)))
-    owned = _blocks(gemm, block_n) * features.segments
-    columns = shared_columns(sum(gemm.widths))
-    shared = _blocks(gemm, columns) * features.blocks if features.shared else 0
+    begun = features.programs > 0 or features.shared_programs > 0
+    early = begun and starts_early(x.device)
+    if features.shared:
+        columns = shared_columns(sum(gemm.widths))
+        rows = max(16, min(SHARED_ROWS, triton.next_power_of_2(capacity.pair_ranks)))
+        shared_expand_kernel[(max(1, _blocks(gemm, columns) * features.blocks),)](
+            y, hs, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("block"), region("pair_rows"),
+            region("pair_slots"), region("pair"), region("rot_position"), sites, gemm.first_site, tokens,
+            N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=SHARED_SPLIT, BLOCK_N=columns, BLOCK_R=rows,
+            WRITTEN=PAIR_RANKS, BLOCK_T=PAIR_TOKENS, HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity),
+            VALUES=pool.values, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=early,
+            num_warps=SHARED_WARPS, num_stages=SHARED_STAGES, **(_early(x) if early else {}),
+        )  # fmt: skip
+    if not features.segments:
+        return
+    block_n = 32 * EXPAND_WARPS * pool.values
     tall = min(_blocks(gemm, TALL_COLUMNS) * features.tall, TALL_PROGRAMS)
-    expand_kernel[(max(1, shared + tall + owned),)](
-        y, h, hs, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("segment"),
-        region("tall"), region("block"), region("pair_rows"), region("pair_slots"), region("pair"),
-        region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens, shared, tall,
-        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, SPLIT_S=shared_split(k),
-        BLOCK_N=block_n, ROWS=WIDE_RANK, BLOCK_N_TALL=TALL_COLUMNS, BLOCK_R_TALL=TALL_ROWS,
-        BLOCK_N_S=columns, BLOCK_R_S=rows, WRITTEN=PAIR_RANKS, BLOCK_T=PAIR_TOKENS,
-        HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), VALUES=pool.values, HAS_SHARED=features.shared,
-        HAS_TALL=features.tall > 0, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=early,
-        num_warps=warps, num_stages=EXPAND_STAGES, maxnreg=SHARED_REGISTERS if features.shared else None,
-        **(_early(x) if early else {}),
+    expand_kernel[(tall + _blocks(gemm, block_n) * features.segments,)](
+        y, h, given, pool.pages, pool.page_map, pool.directory, region("counts"), region("segment"), region("tall"),
+        region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens, tall,
+        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, BLOCK_N=block_n, ROWS=WIDE_RANK,
+        BLOCK_N_TALL=TALL_COLUMNS, BLOCK_R_TALL=TALL_ROWS, VALUES=pool.values, HAS_TALL=features.tall > 0,
+        HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=early,
+        num_warps=EXPAND_WARPS, num_stages=1, **(_early(x) if early else {}),
     )  # fmt: skip
 
 

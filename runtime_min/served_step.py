@@ -95,6 +95,7 @@ class StepWriter:
                 pairs=len(self._pool.pairs),
                 pair_ranks=pair_rank,
                 rotated=tokens if rotated else 0,
+                prefill=prefill,
             )
             if before is None or capacity != before.capacity:
                 self._buffers[prefill] = StepBuffers(capacity, self._state.pages.device)
@@ -126,7 +127,7 @@ class StepWriter:
         prefill = self._is_prefill(rows)
         buffers = self._buffers[prefill]
         if self._written.get(prefill) != rows:
-            plan = plan_step(rows, self._facts, self._pairs, buffers.capacity, prefill=prefill)
+            plan = plan_step(rows, self._facts, self._pairs, buffers.capacity)
             buffers.fill(plan)
             self._written[prefill] = rows
             if self.sizes.fixed:

@@ -72,7 +72,8 @@ def capacity_of(numbers: Sequence[int]) -> Capacity:
     >>> capacity_of(capacity_numbers(Capacity(tokens=2, ranks=16))) == Capacity(tokens=2, ranks=16)
     True
     """
-    return Capacity(**{field.name: number for field, number in zip(fields(Capacity), numbers, strict=True)})
+    values: Any = {field.name: number for field, number in zip(fields(Capacity), numbers, strict=True)}
+    return Capacity(**{**values, "prefill": bool(values["prefill"])})
 
 
 def features_of(plan: StepPlan, *, whole_granules: bool) -> Features:

@@ -24,6 +24,10 @@ TILE_TOKENS = 64
 PAIR_FIELDS = 8
 
 
+Segment = tuple[int, Sequence[int]]
+"""A slot, -1 for the base, and its rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotFacts:
     """What the plan needs to know of a resident adapter."""
@@ -50,6 +54,8 @@ class Capacity:
     """Largest rank of a shared pair."""
     rotated: int = 0
     """Rows whose adapter turns its input."""
+    prefill: bool = False
+    """Which of the two forms it is for: each has regions of its own."""
 
     @property
     def tall(self) -> int:
@@ -61,11 +67,17 @@ class Capacity:
         t = self.tokens
         blocks = t // PAIR_TOKENS + self.pairs + 1
         lengths = {
-            "counts": 4, "row_slot": t, "row_h": t, "seg_rows": t, "segment": 4 * t, "tall": 4 * max(1, self.tall),
-            "work": 4 * (t + self.ranks // OWNED_ROWS + 1), "swork": 4 * blocks * -(-self.pair_ranks // PAIR_RANKS),
-            "block": 4 * blocks, "pair_rows": t, "pair_slots": t, "pair": PAIR_FIELDS * self.pairs,
-            "rot_position": t, "rotated": 2 * max(1, self.rotated), "tile": 4 * (t // TILE_TOKENS + t + 1),
+            "counts": 4, "row_slot": t, "pair": PAIR_FIELDS * self.pairs, "rot_position": t,
+            "rotated": 2 * max(1, self.rotated),
         }  # fmt: skip
+        if self.prefill:
+            lengths |= {"row_h": t, "seg_rows": t, "tile": 4 * (t // TILE_TOKENS + t + 1)}
+        else:
+            lengths |= {
+                "segment": 4 * t, "tall": 4 * max(1, self.tall), "work": 4 * (t + self.ranks // OWNED_ROWS + 1),
+                "swork": 4 * blocks * -(-self.pair_ranks // PAIR_RANKS), "block": 4 * blocks, "pair_rows": t,
+                "pair_slots": t,
+            }  # fmt: skip
         start, regions = 0, {}
         for name, length in lengths.items():
             regions[name] = (start, length)
@@ -94,17 +106,15 @@ class StepPlan:
 
 
 def plan_step(
-    rows: Sequence[int], facts: Mapping[int, SlotFacts], pairs: Sequence[Sequence[int]], capacity: Capacity, *,
-    prefill: bool = False,
+    rows: Sequence[int], facts: Mapping[int, SlotFacts], pairs: Sequence[Sequence[int]], capacity: Capacity
 ) -> StepPlan:  # fmt: skip
-    """Lay out one step.
+    """Lay out one step in the form that its buffers are for.
 
     Args:
         rows: Slot of every row of the batch, -1 for the base alone.
         facts: By slot.
         pairs: Per shared pair: its rank, and zeros. Where its columns lie for a site, the directory's records say.
         capacity: What the buffers hold.
-        prefill: Whether segments are whole, for tiles of many rows.
 
     Raises:
         ScuteError: SC804 when the batch is larger than the capacity.
@@ -113,41 +123,63 @@ def plan_step(
     for row, slot in enumerate(rows):
         by_slot.setdefault(slot, []).append(row)
     base_rows = by_slot.pop(-1, [])
-    row_h, position = [0] * len(rows), 0
-    segments: list[tuple[int, Sequence[int]]] = []
-    work: list[int] = []
-    for slot, members in sorted(by_slot.items()):
-        rank = max(facts[slot].rank, 0)
-        segments.append((slot, members))
+    segments = [*sorted(by_slot.items()), (-1, base_rows)]
+    turned = [row for row, slot in enumerate(rows) if slot >= 0 and facts[slot].rotated]
+    form, ranks = _prefill(segments, facts, len(rows)) if capacity.prefill else _decode(segments, facts, rows)
+    regions: dict[str, Sequence[int]] = {
+        "row_slot": rows, "pair": [value for pair in pairs for value in pair],
+        "rot_position": _positions(turned, len(rows)), "rotated": [v for row in turned for v in (row, rows[row])],
+        **form,
+    }  # fmt: skip
+    _check(regions, capacity, ranks)
+    return StepPlan(regions=regions, tokens=len(rows), owned=ranks > 0,
+                    shared=any(facts[slot].pair >= 0 for slot in by_slot), rotated=len(turned),
+                    tiles=_records(regions, "tile"), work=_records(regions, "work"),
+                    shared_work=_records(regions, "swork"), segments=_records(regions, "segment"),
+                    blocks=_records(regions, "block"), tall=_records(regions, "tall"),
+                    prefill=capacity.prefill)  # fmt: skip
+
+
+def _prefill(
+    segments: Sequence[Segment], facts: Mapping[int, SlotFacts], rows: int
+) -> tuple[dict[str, Sequence[int]], int]:  # fmt: skip
+    """Return tiles of one adapter's tokens, and the sum of the rows' ranks, those of shared pairs too."""
+    row_h, position = [0] * rows, 0
+    for slot, members in segments[:-1]:
+        rank = max(facts[slot].rank, facts[slot].pair_rank)
         for row in members:
             row_h[row] = position
-            if not prefill:
-                work += [v for block in range(-(-rank // OWNED_ROWS)) for v in
-                         (slot << 12 | block, row, position, 0)]  # fmt: skip
-            position += max(rank, facts[slot].pair_rank if prefill else 0)
-    segments.append((-1, base_rows))
-    shared = _shared(rows, facts)
-    turned = [row for row, slot in enumerate(rows) if slot >= 0 and facts[slot].rotated]
-    regions: dict[str, Sequence[int]] = {
-        "row_slot": rows, "row_h": row_h, "seg_rows": [row for _, members in segments for row in members],
-        "work": work, **shared, "pair": [value for pair in pairs for value in pair],
-        "rot_position": _positions(turned, len(rows)), "rotated": [v for row in turned for v in (row, rows[row])],
-    }  # fmt: skip
+            position += rank
+    return {"row_h": row_h, "seg_rows": [row for _, members in segments for row in members],
+            "tile": _tiles(segments)}, position  # fmt: skip
+
+
+def _decode(
+    segments: Sequence[Segment], facts: Mapping[int, SlotFacts], rows: Sequence[int]
+) -> tuple[dict[str, Sequence[int]], int]:  # fmt: skip
+    """Return records of work, each with all that a program needs to begin, and the sum of the rows' own ranks."""
+    work: list[int] = []
+    segment: list[int] = []
     tall: list[int] = []
-    if prefill:
-        regions["tile"] = _tiles(segments)
-    else:
-        owned = [(slot, row) for slot, members in segments if slot < 0 or _owns(facts[slot]) for row in members]
-        regions["segment"] = [v for slot, row in owned for v in (slot, row, row_h[row], 0)]
-        tall = [v for slot, row in owned if slot >= 0 and facts[slot].rank > WIDE_RANK
-                for v in (slot, row, row_h[row], 0)]  # fmt: skip
-        regions["tall"] = tall
-    regions["counts"] = [len(tall) // 4]
-    _check(regions, capacity, position)
-    return StepPlan(regions=regions, tokens=len(rows), owned=position > 0, shared=len(shared["block"]) > 0,
-                    rotated=len(turned), tiles=_records(regions, "tile"), work=_records(regions, "work"),
-                    shared_work=_records(regions, "swork"), segments=_records(regions, "segment"),
-                    blocks=_records(regions, "block"), tall=_records(regions, "tall"), prefill=prefill)  # fmt: skip
+    position = 0
+    for slot, members in segments:
+        rank = facts[slot].rank if slot >= 0 else 0
+        for row in members:
+            record = (slot, row, position, 0)
+            for block in range(-(-rank // OWNED_ROWS)):
+                work += (slot << 12 | block, row, position, 0)
+            if slot < 0 or _owns(facts[slot]):
+                segment += record
+            if rank > WIDE_RANK:
+                tall += record
+            position += rank
+    return {
+        "work": work,
+        "segment": segment,
+        "tall": tall,
+        "counts": [len(tall) // 4],
+        **_shared(rows, facts),
+    }, position
 
 
 def _owns(facts: SlotFacts) -> bool:
@@ -167,7 +199,7 @@ def _positions(listed: Sequence[int], rows: int) -> list[int]:
     return positions
 
 
-def _tiles(segments: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+def _tiles(segments: Sequence[Segment]) -> list[int]:
     tiles: list[int] = []
     start = 0
     for slot, members in segments:
@@ -240,9 +272,10 @@ class StepBuffers(StepRegions):
         cuda = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(HOST_COPIES if cuda else 1)]
         self._absent = torch.zeros(size, dtype=torch.int32)
-        for name in ("row_slot", "segment", "work", "rotated", "rot_position"):
+        for name in ("row_slot", "rotated", "rot_position", *(() if capacity.prefill else ("segment", "work"))):
             self._part(self._absent, name).fill_(-1)
-        self._part(self._absent, "tile")[::4] = -1
+        if capacity.prefill:
+            self._part(self._absent, "tile")[::4] = -1
         self._read: list[torch.cuda.Event | None] = [None] * len(self._hosts)
         self._turn = 0
 
@@ -253,10 +286,11 @@ class StepBuffers(StepRegions):
         captured for larger steps launches programs for them too.
         """
         host = self._host()
-        host.copy_(self._absent)
-        for name, values in plan.regions.items():
-            if values:
-                self._part(host, name)[: len(values)] = torch.tensor(list(values), dtype=torch.int32)
+        values = host.numpy()
+        values[:] = self._absent.numpy()
+        for name, given in plan.regions.items():
+            start, _ = self.layout[name]
+            values[start : start + len(given)] = given
         self.device_copy.copy_(host, non_blocking=True)
         if self.device_copy.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it unannotated

@@ -57,9 +57,11 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         self._held: frozenset[int] = frozenset()
         self._kept: dict[int, Any] = {}
         """Models of held adapters that vLLM has forgotten, so that a step never reads their files again."""
+        max_rows, padded_beyond = _decode_rows(vllm_config)
         limits = StepLimits(
             max_tokens=self.max_num_batched_tokens,
-            max_rows=_decode_rows(vllm_config),
+            max_rows=max_rows,
+            padded_beyond=padded_beyond,
             max_rank=self.lora_config.max_lora_rank,
             pair_rank=self.options.pair_rank,
             rotations=self.options.rotations,
@@ -137,6 +139,8 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         self._models.clear()
         self._kept.clear()
         self.steps.release()
+        self.steps.rehearsing = False
+        self._epoch += 1
         for name in self.pool.names:
             self._take_off(name)
             self.pool.remove(name)
@@ -150,7 +154,9 @@ class AdapterSlots(LRUCacheLoRAModelManager):
 
     def _set_adapter_mapping(self, mapping: Any) -> None:
         super()._set_adapter_mapping(mapping)
-        self.steps.write([self.pool_name(number) if number > 0 else None for number in mapping.index_mapping])
+        names = {number: self.pool_name(number) if number > 0 else None for number in set(mapping.index_mapping)}
+        self.steps.rehearsing = any(number not in self.digests for number in self._registered_adapters)
+        self.steps.write([names[number] for number in mapping.index_mapping])
 
     def _deactivate_adapter(self, lora_id: int) -> None:
         super()._deactivate_adapter(lora_id)
@@ -163,21 +169,25 @@ class AdapterSlots(LRUCacheLoRAModelManager):
             self._epoch += 1
 
     def _create_merged_loras_inplace(self, lora_model: Any) -> None:
-        """Put a loaded adapter into the pool's host memory; what is left of a stock one is vLLM's."""
+        """Put a loaded adapter into the pool's host memory; what is left of a stock one is vLLM's.
+
+        Adapters without a digest are the stand-ins of vLLM's warm-up. They are empty here: their weights are zeros, and
+        already have this rank's shapes.
+        """
         image: AdapterImage | None = getattr(lora_model, "scute_image", None)
         if getattr(lora_model, "scute_ready", False):  # it was here before, and every check was made then
             self._register(lora_model, lora_model.scute_image)
             return
-        if image is None and not self.options.stock_kernels:
-            image = image_of(
-                str(lora_model.id), lora_model.loras, self._modules, self.sites, self.pool.dtype,
-                pin=self.pool.memory.pin,
-            )  # fmt: skip
+        digest: str | None = getattr(lora_model, "scute_digest", None)
+        name, pin = str(lora_model.id), self.pool.memory.pin
+        if image is None and (self.options.stock_kernels or digest is None):
+            image = image_of(name, {}, (), self.sites, self.pool.dtype, pin=pin)
+        elif image is None:
+            image = image_of(name, lora_model.loras, self._modules, self.sites, self.pool.dtype, pin=pin)
+        if not self.options.stock_kernels:
             for site in self.sites:
                 lora_model.loras.pop(site.name, None)
                 lora_model.loras.pop(site.gemm, None)  # vLLM's warm-up packs slices itself
-        elif image is None:
-            image = image_of(str(lora_model.id), {}, (), self.sites, self.pool.dtype, pin=self.pool.memory.pin)
         check_fits(image, self.pool, self.options, slots=self.lora_slots, images=self.images(without=lora_model.id))
         if lora_model.loras:
             super()._create_merged_loras_inplace(lora_model)
@@ -188,7 +198,8 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         lora_model.scute_image, lora_model.scute_ready = image, True
         self._models[lora_model.id] = lora_model
         self._kept.pop(lora_model.id, None)
-        if digest := getattr(lora_model, "scute_digest", ""):
+        digest: str | None = getattr(lora_model, "scute_digest", None)
+        if digest is not None:
             self.digests[lora_model.id] = digest
 
     def _sites(self, name: str, layer: Any) -> tuple[SiteSlot, ...]:
@@ -219,11 +230,23 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         return int(self.lora_slots) * (pages_of(each * GRANULE_BYTES) + 1)
 
 
-def _decode_rows(vllm_config: Any) -> int:
-    """Return the largest captured size within the decode form, so that padding a step never changes its form."""
+def _decode_rows(vllm_config: Any) -> tuple[int, bool]:
+    """Return the decode form's most rows, and whether a step of fewer may be padded to more.
+
+    It is the largest captured size within the form, so that padding a step to a captured size never changes its form.
+    Data parallel ranks are padded to the largest of them all, sequence parallelism pads to its own multiples, and
+    speculative decoding changes the captured sizes later.
+    """
     sizes: list[int] = getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or []
-    rows: int = max([size for size in sizes if size <= DECODE_ROWS] or [DECODE_ROWS])
-    return rows
+    fitting = [size for size in sizes if size <= DECODE_ROWS]
+    passes = getattr(vllm_config.compilation_config, "pass_config", None)
+    beyond = (
+        bool(sizes and not fitting)
+        or vllm_config.parallel_config.data_parallel_size > 1
+        or vllm_config.speculative_config is not None
+        or bool(getattr(passes, "enable_sp", False))
+    )
+    return max(fitting or [DECODE_ROWS]), beyond
 
 
 def pool_report(slots: AdapterSlots) -> str:

@@ -8,7 +8,7 @@ plan in the same place at every replay, whatever the mix.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scute_compile.codes import Code
@@ -29,6 +29,8 @@ class StepLimits:
     max_rank: int
     pair_rank: int
     rotations: bool
+    padded_beyond: bool = False
+    """Whether an engine may pad a step of fewer rows to more than `max_rows`, where graphs read the other form."""
 
 
 class EngineSteps:
@@ -49,6 +51,8 @@ class EngineSteps:
         self._plans: dict[bool, StepPlan | None] = {False: None, True: None}
         self._tokens = 0
         self._lease: Lease | None = None
+        self.rehearsing = False
+        """Whether the engine's adapters are stand-ins: it measures its memory, or warms up what it will capture."""
 
     def write(self, names: Sequence[str | None]) -> None:
         """Give each row of the next steps an adapter of the pool; adapters are held until the next call.
@@ -69,15 +73,22 @@ class EngineSteps:
         lease = self.pool.acquire(wanted) if wanted else None
         self.release()
         self._lease = lease
-        slots: Mapping[str, int] = lease.slots if lease is not None else {}
-        rows = tuple(-1 if name is None else slots[name] for name in names)
+        slots: dict[str | None, int] = {None: -1}
+        slots.update(lease.slots if lease is not None else {})
+        rows = tuple(map(slots.__getitem__, names))
         self._tokens = len(rows)
         self._plans = {False: None, True: None}
-        for prefill in (True,) if len(rows) > self.limits.max_rows else (False, True):
+        for prefill in self._forms(len(rows)):
             buffers = self.buffers[prefill]
-            plan = plan_step(rows, self.pool.facts, self.pool.pairs, buffers.capacity, prefill=prefill)
+            plan = plan_step(rows, self.pool.facts, self.pool.pairs, buffers.capacity)
             buffers.fill(plan)
             self._plans[prefill] = plan
+
+    def _forms(self, rows: int) -> tuple[bool, ...]:
+        """Return the forms in which a step of so many rows may run, decode as False and prefill as True."""
+        if rows > self.limits.max_rows:
+            return (True,)
+        return (False, True) if self.limits.padded_beyond else (False,)
 
     def release(self) -> None:
         """Let go of the adapters of the steps so far, whose kernels were all given to the current stream."""
@@ -88,6 +99,18 @@ class EngineSteps:
     def adapted(self) -> bool:
         """Whether any row of the current step has an adapter."""
         return self._lease is not None
+
+    def rehearses(self, rows: int) -> bool:
+        """Whether a call with `rows` rows should do all that any step of so many rows may need.
+
+        The engine then measures the memory of such a step before it gives the rest to its KV cache, and the kernels are
+        compiled and loaded before a capture, in which that may be forbidden.
+        """
+        return self.rehearsing and self.written_for(rows)
+
+    def written_for(self, rows: int) -> bool:
+        """Whether a layer that is called with `rows` rows sees every token of the current step."""
+        return self._plans[rows > self.limits.max_rows] is not None and self._tokens <= rows
 
     def form(self, rows: int, *, fixed: bool) -> tuple[StepBuffers, Features]:
         """Return the buffers and the features for a layer that is called with `rows` rows.
@@ -101,7 +124,7 @@ class EngineSteps:
         """
         prefill = rows > self.limits.max_rows
         buffers, plan = self.buffers[prefill], self._plans[prefill]
-        if plan is None or self._tokens > rows:
+        if plan is None or not self.written_for(rows):
             fail(
                 Code.SC703, where="a step", found=f"a layer with {rows} rows in a step of {self._tokens}",
                 expected="layers that see every token of the step",
@@ -127,4 +150,5 @@ def _capacity(pool: ResidentPool, limits: StepLimits, tokens: int, *, prefill: b
         pairs=len(pool.pairs),
         pair_ranks=limits.pair_rank,
         rotated=tokens if limits.rotations else 0,
+        prefill=prefill,
     )

@@ -42,26 +42,30 @@ PLAIN_FORWARD = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLi
 """Classes whose own product is that of their quantization method; a subclass with another forward is called whole."""
 
 
-torch.library.define("scute::engine_linear", "(Tensor x, Tensor? bias, str layer, int outputs) -> Tensor")
+NAMES: list[str] = []
+"""Names of layers in the forward contexts of this process's engines; layers are told apart by their places in it."""
+
+torch.library.define("scute::engine_linear", "(Tensor x, Tensor? bias, Tensor layer, int outputs) -> Tensor")
 
 
 @torch.library.impl("scute::engine_linear", "default")
-def engine_linear(x: torch.Tensor, bias: torch.Tensor | None, layer: str, outputs: int) -> torch.Tensor:
+def engine_linear(x: torch.Tensor, bias: torch.Tensor | None, layer: torch.Tensor, outputs: int) -> torch.Tensor:
     """Return the output `(..., N)` of an engine's layer, each row with its adapter's slots.
 
     Args:
         x: Inputs `(..., K)`.
         bias: `(N,)`, or None where this rank adds none.
-        layer: The layer's name in the engine's forward context.
+        layer: `(1,)` int64 on the CPU: the place of the layer's name in `NAMES`. A tensor, since a compiler takes that
+            as an input: the same code then serves all blocks of a model, where names in it would make each its own.
         outputs: N of this rank.
     """
     del outputs
-    found: AdaptedLinear = get_forward_context().no_compile_layers[layer]
+    found: AdaptedLinear = get_forward_context().no_compile_layers[NAMES[int(layer)]]
     return found.adapted(x, bias)
 
 
 @torch.library.register_fake("scute::engine_linear")  # type: ignore[untyped-decorator] # torch leaves it unannotated
-def _(x: torch.Tensor, bias: torch.Tensor | None, layer: str, outputs: int) -> torch.Tensor:
+def _(x: torch.Tensor, bias: torch.Tensor | None, layer: torch.Tensor, outputs: int) -> torch.Tensor:
     del bias, layer
     return x.new_empty((*x.shape[:-1], outputs))
 
@@ -91,6 +95,9 @@ class AdaptedLinear:
         if self.scute_name in layers:
             raise ValueError(f"two layers are named {self.scute_name}")
         layers[self.scute_name] = self
+        if self.scute_name not in NAMES:
+            NAMES.append(self.scute_name)
+        self.scute_place = torch.tensor([NAMES.index(self.scute_name)], device="cpu")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -133,7 +140,7 @@ class AdaptedLinear:
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the layer's output on this rank, before any gather or reduction."""
-        y: torch.Tensor = torch.ops.scute.engine_linear(x, bias, self.scute_name, sum(self.widths))
+        y: torch.Tensor = torch.ops.scute.engine_linear(x, bias, self.scute_place, sum(self.widths))
         if self.stock_kernels:
             y = self._apply_lora_to_output(x, y)  # type: ignore[attr-defined]
         return y
@@ -146,13 +153,14 @@ class AdaptedLinear:
             return self._product(rows.to(x.dtype), bias if biased else None)
 
         held = self.attachment
-        if held is None or not held.steps.adapted():
+        captured = flat.is_cuda and torch.cuda.is_current_stream_capturing()
+        rehearsed = flat.is_cuda and not captured and held is not None and held.steps.rehearses(len(flat))
+        if held is None or not (held.steps.adapted() or rehearsed):
             y = multiply(flat, biased=True)
         elif flat.is_cuda:
             from scute_compile.runtime_min import launch
 
-            captured = torch.cuda.is_current_stream_capturing()
-            buffers, features = held.steps.form(len(flat), fixed=captured)
+            buffers, features = held.steps.form(len(flat), fixed=captured or rehearsed)
             pool = _tensors(held.steps)
             late = None if self.own_forward else bias
             y = launch.adapted_output(flat.contiguous(), multiply, late, pool, buffers, held.gemm, features)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import get_adapter_absolute_path
 
 from scute_compile.codes import Code
@@ -28,6 +30,11 @@ from scute_compile.runtime_vllm.engine_requests import digest_of
 from scute_compile.runtime_vllm.load_checks import check_fits, check_limits, check_slots, refuse_engine
 
 logger = logging.getLogger("vllm.scute")
+READ_PAST = ("rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora",
+             "use_qalora")  # fmt: skip
+"""Fields of a LoRA's configuration that change what it computes."""
+CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq")
+"""Ways to initialize a LoRA that train it beside other base weights than the base's."""
 Load = Callable[[Any, Any], Any]
 
 
@@ -77,6 +84,7 @@ def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any
     digest = digest_of(str(path))
     _check_same(slots, request, str(path), digest)
     try:
+        check_understood(path)
         model = _stock(original, worker, slots, request)
         check_matched(slots, model, request.lora_name)
     except (ValueError, NotImplementedError) as error:
@@ -106,6 +114,26 @@ def _stock(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> An
         return original(worker, request)
     finally:
         worker.lora_config = config
+
+
+def check_understood(folder: Path) -> None:
+    """Refuse fields of a plain folder that this vLLM would read past, and so serve something else than was trained.
+
+    From 0.31 on vLLM reads or refuses them itself.
+
+    Raises:
+        ValueError: With the fields' names.
+    """
+    known = {field.name for field in fields(PEFTHelper)}
+    file = folder / "adapter_config.json"
+    if "rank_pattern" in known or not file.is_file():
+        return
+    config: Any = json.loads(file.read_text())
+    found = [name for name in READ_PAST if name not in known and config.get(name)]
+    if str(config.get("init_lora_weights")).lower().startswith(CHANGING_THE_BASE):
+        found.append("init_lora_weights")
+    if found:
+        raise ValueError(f"This vLLM reads past {', '.join(f'`{name}`' for name in found)} of adapter_config.json.")
 
 
 def check_matched(slots: AdapterSlots, model: Any, name: str) -> None:
@@ -141,8 +169,7 @@ def _from_artifact(slots: AdapterSlots, request: Any, artifact: Artifact) -> LoR
         image, slots.pool, slots.options, slots=slots.lora_slots, images=slots.images(without=request.lora_int_id)
     )
     model = LoRAModel(request.lora_int_id, max(1, image.own_rank), {})
-    model.scute_image = image
-    model.scute_digest = artifact.manifest.digest
+    model.scute_image, model.scute_digest = image, artifact.manifest.digest
     return model
 
 

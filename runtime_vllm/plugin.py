@@ -10,7 +10,7 @@ from typing import Any
 from scute_compile.diagnostics import ScuteError
 
 logger = logging.getLogger("vllm.scute")
-TESTED = ("0.32.0",)
+TESTED = ("0.26.0", "0.32.0")
 """Versions of vLLM that the tests ran against; the hooks had the same signatures in all from 0.20 to 0.33."""
 _registered = False
 

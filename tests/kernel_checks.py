@@ -172,11 +172,10 @@ def step_of(
             pairs=len(held.pairs),
             pair_ranks=PAIR_RANK,
             rotated=8,
+            prefill=prefill,
         )
         buffers = StepBuffers(capacity, torch.device("cpu"))
-    plan = plan_step(
-        [-1 if row is None else slots[row] for row in rows], held.facts, held.pairs, buffers.capacity, prefill=prefill
-    )
+    plan = plan_step([-1 if row is None else slots[row] for row in rows], held.facts, held.pairs, buffers.capacity)
     buffers.fill(plan)
     features = features_of(plan, whole_granules=True)
     if fixed:
@@ -224,7 +223,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launch, "RUN_GRANULES", 48)
     monkeypatch.setattr(launch, "OWNED_PROGRAMS", 100)
     monkeypatch.setattr(launch, "TALL_PROGRAMS", 4)
-    monkeypatch.setattr(launch, "shared_split", lambda k: max(1, k // 200))
     torch.use_deterministic_algorithms(mode=True)
     assert torch.zeros(1).new_empty(64).isnan().all()
     yield

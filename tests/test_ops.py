@@ -139,11 +139,11 @@ def test_the_served_model_is_the_adapted_model(pair: Pair, shared_folder: Path) 
 
 
 def test_rows_beyond_a_shorter_step_belong_to_no_adapter() -> None:
-    capacity = Capacity(tokens=128, ranks=1024, rotated=8)
+    capacity = Capacity(tokens=128, ranks=1024, rotated=8, prefill=True)
     buffers = StepBuffers(capacity, torch.device("cpu"))
     facts = {0: step_plan.SlotFacts(rank=4)}
     for rows in ([0] * 100, [0, -1]):
-        buffers.fill(plan_step(rows, facts, [], capacity, prefill=True))
+        buffers.fill(plan_step(rows, facts, [], capacity))
         slots, tiles = buffers.region("row_slot").tolist(), buffers.region("tile").view(-1, 4)
         assert slots == rows + [-1] * (128 - len(rows))
         assert int(tiles[:, 2].sum()) == len(rows)

@@ -31,8 +31,25 @@ from scute_compile.runtime_min.kernels.paging import (
     load_rows,
     load_shift,
     load_values,
+    place,
     slice_of,
 )
+
+
+@triton.jit
+def _blocks_of(
+    own, offset, block, repeats, start, column, pages_ptr, page_map_ptr, K: tl.constexpr, BLOCK_C: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    """Return R - I between `BLOCK_C` inputs and as many outputs: stored blocks on its diagonal, zeros elsewhere."""
+    k = start + tl.arange(0, BLOCK_C)
+    first = column + tl.arange(0, BLOCK_C // VALUES) * VALUES  # a granule lies in one block
+    stored = tl.where(repeats, 0, first // block) * block
+    where = offset + ((stored[None, :] + (k % block)[:, None]) * block + (first % block)[None, :]) // VALUES
+    mask = ((k // block)[:, None] == (first // block)[None, :]) & (first < K)[None, :] & (k < K)[:, None]
+    at = place(page_map_ptr, own, where, mask)[:, :, None] * VALUES + tl.arange(0, VALUES)[None, None, :]
+    at = tl.max_contiguous(tl.multiple_of(at, [1, 1, VALUES]), [1, 1, VALUES])
+    return tl.reshape(tl.load(pages_ptr + at, mask=mask[:, :, None], other=0.0), [BLOCK_C, BLOCK_C])
 
 
 @triton.jit
@@ -40,17 +57,12 @@ def _turned(
     x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr, K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Return `x (R - I)` of a tile `(BLOCK_T, BLOCK_C)`: R's blocks lie on the diagonal of what x is multiplied by."""
-    granule = column // VALUES + tl.arange(0, BLOCK_C // VALUES)
-    first = granule * VALUES  # a granule lies in one block
-    stored = tl.where(repeats, 0, first // block) * block
+    """Return `x (R - I)` of a tile `(BLOCK_T, BLOCK_C)`, whose blocks reach beyond it."""
     total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
     for start in range(column // block * block, tl.minimum(K, column + BLOCK_C + block - 1) // block * block, BLOCK_C):
         k = start + tl.arange(0, BLOCK_C)
         x = tl.load(x_row[:, None] + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
-        where = offset + ((stored[None, :] + (k % block)[:, None]) * block + (first % block)[None, :]) // VALUES
-        mask = ((k // block)[:, None] == (first // block)[None, :]) & (first < K)[None, :] & (k < K)[:, None]
-        turn = tl.reshape(load_rows(pages_ptr, page_map_ptr, own, where, mask, VALUES), [BLOCK_C, BLOCK_C])
+        turn = _blocks_of(own, offset, block, repeats, start, column, pages_ptr, page_map_ptr, K, BLOCK_C, VALUES)
         total = tl.dot(x, turn, total, input_precision="ieee")
     return total
 
@@ -82,22 +94,37 @@ def prefill_rotate_kernel(
         if (slot >= 0) & (tl.max(turned) >= 0):
             x_row = x_ptr + token * K
             out_row = out_ptr + (tokens + turned * SLICES + which).to(tl.int64) * K
-            for step in tl.static_range(STEPS):
-                column = begin + step * BLOCK_C
-                columns = column + tl.arange(0, BLOCK_C)
-                mask = held[:, None] & (columns < K)[None, :]
-                total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
-                if offset >= 0:
+            if (offset >= 0) & (block > 1) & (BLOCK_C % tl.maximum(block, 1) == 0):
+                xs, turns = (), ()
+                for step in tl.static_range(STEPS):  # no tile waits for the one before
+                    column = begin + step * BLOCK_C
+                    columns = column + tl.arange(0, BLOCK_C)
+                    mask = held[:, None] & (columns < K)[None, :]
+                    xs = xs + (tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0),)
+                    turns = turns + (
+                        _blocks_of(own, offset, block, repeats, column, column, pages_ptr, page_map_ptr, K, BLOCK_C, VALUES),
+                    )  # fmt: skip
+                for step in tl.static_range(STEPS):
+                    columns = begin + step * BLOCK_C + tl.arange(0, BLOCK_C)
+                    mask = held[:, None] & (columns < K)[None, :]
+                    total = tl.dot(xs[step], turns[step], input_precision="ieee")
+                    tl.store(out_row[:, None] + columns[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+            else:
+                for step in range(STEPS):
+                    column = begin + step * BLOCK_C
+                    columns = column + tl.arange(0, BLOCK_C)
+                    mask = held[:, None] & (columns < K)[None, :]
+                    total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
                     if block == 1:
                         delta = load_values(pages_ptr, page_map_ptr, own, offset, columns, columns < K, VALUES)
                         x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
                         total = x.to(tl.float32) * delta.to(tl.float32)[None, :]
-                    else:
+                    elif offset >= 0:
                         total = _turned(
                             x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr,
                             K, BLOCK_T, BLOCK_C, VALUES,
                         )  # fmt: skip
-                tl.store(out_row[:, None] + columns[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+                    tl.store(out_row[:, None] + columns[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

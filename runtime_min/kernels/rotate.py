@@ -44,7 +44,7 @@ def _diagonal(
 @triton.jit
 def _granules(
     column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, block, shared, K: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr, GROUPS: tl.constexpr, VALUES: tl.constexpr,
+    DEPTH: tl.constexpr, GROUPS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`GROUPS` threads share a granule of columns and take every so many-th row, so that a block's rows come at once."""
     STEP: tl.constexpr = BLOCK // VALUES
@@ -68,6 +68,8 @@ def _granules(
             where = tl.max_contiguous(tl.multiple_of(where, [1, 1, VALUES]), [1, 1, VALUES])
             turns = turns + (tl.load(pages_ptr + where, mask=((k < K) & (j < block))[:, :, None], other=0.0),)
         tl.debug_barrier()  # x is loaded after R, so that no product can be moved up between R's loads
+        if PDL:
+            tlc.gdc_wait()
         for number in tl.static_range(DEPTH):
             j = first + number * GROUPS + group
             x = tl.load(x_row + k - inside + j, mask=(k < K) & (j < block), other=0.0).to(tl.float32)
@@ -102,12 +104,13 @@ def rotate_kernel(
     """See `scute_compile.runtime_min.reference.rotate`. `(rows, K)` -> `(rows + delta rows, K)`.
 
     `WHOLE_GRANULES` promises that every block width is a multiple of a granule, so that blocks move in 16-byte loads.
+    With `PDL`, R is loaded before the kernel that makes x has ended; the pool itself is written on another stream.
     """
-    if PDL:
-        tlc.gdc_wait()  # this saves the launch alone: what was written just before may be x, or the pool
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK
     if row < tokens:
+        if PDL:
+            tlc.gdc_wait()
         _copy(row, column, x_ptr, out_ptr, K, BLOCK)
     else:
         turned = rotated_ptr + (row - tokens) // SLICES * 2
@@ -122,24 +125,19 @@ def rotate_kernel(
             if offset < 0:
                 at = column + tl.arange(0, BLOCK)
                 tl.store(out_row + at, tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty), mask=at < K)
-            elif block == 1:
-                _diagonal(column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, K, BLOCK, VALUES)
-            elif WHOLE_GRANULES:
+            elif (block > 1) & WHOLE_GRANULES:
                 _granules(
-                    column,
-                    x_row,
-                    out_row,
-                    pages_ptr,
-                    page_map_ptr,
-                    own,
-                    offset,
-                    block,
-                    shared,
-                    K,
-                    BLOCK,
-                    DEPTH,
-                    GROUPS,
-                    VALUES,
-                )
+                    column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, block, shared, K, BLOCK, DEPTH, GROUPS,
+                    VALUES, PDL,
+                )  # fmt: skip
             else:
-                _entries(column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, block, shared, K, BLOCK, VALUES)
+                if PDL:
+                    tlc.gdc_wait()
+                if block == 1:
+                    _diagonal(column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, K, BLOCK, VALUES)
+                else:
+                    _entries(
+                        column, x_row, out_row, pages_ptr, page_map_ptr, own, offset, block, shared, K, BLOCK, VALUES
+                    )  # fmt: skip
+    if PDL:
+        tlc.gdc_wait()  # in every program, whatever it did

@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch._dynamo.backends.common import aot_autograd
 from vllm import LLM, SamplingParams
+from vllm.forward_context import set_forward_context
 from vllm.lora.request import LoRARequest
 
 Json = Any
@@ -121,6 +124,44 @@ class Commands:
     def loaded(self) -> Json:
         """Return the numbers of the adapters that are loaded."""
         return sorted(self.llm.llm_engine.list_loras())
+
+    def _runner(self) -> Json:
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def block_code(self, number: int) -> str:
+        """Return what a compiler is given of one block's products: the code of its graph, with numbered inputs."""
+        runner, codes = self._runner(), []
+
+        def noted(graph: torch.fx.GraphModule, _: Json) -> Callable[..., Json]:
+            codes.append(graph.code)
+            return graph.forward
+
+        model = runner.get_model()
+        mlp = model.model.layers[number].mlp
+
+        def products(x: torch.Tensor) -> torch.Tensor:
+            gate, _ = mlp.gate_up_proj(x)[0].chunk(2, -1)
+            down: torch.Tensor = mlp.down_proj(gate)[0]
+            return down
+
+        with torch.inference_mode(), set_forward_context(None, runner.vllm_config):
+            compiled = torch.compile(products, backend=aot_autograd(fw_compiler=noted), fullgraph=True)
+            compiled(torch.zeros(2, model.config.hidden_size, dtype=runner.dtype))
+        (code,) = codes
+        return str(code)
+
+    def rehearse(self, tokens: int, adapters: int) -> Json:
+        """Run a step as vLLM does before and in a capture: whether it was adapted, and whether as a rehearsal."""
+        runner = self._runner()
+        steps = runner.lora_manager._adapter_manager.steps
+        runner._dummy_run(tokens, num_active_loras=adapters, remove_lora=False)
+        return [steps.adapted(), steps.rehearses(tokens)]
+
+    def end_of_rehearsals(self) -> Json:
+        """Remove the stand-ins, as vLLM does after captures: whether steps are still taken for rehearsals."""
+        runner = self._runner()
+        runner.maybe_remove_all_loras(runner.lora_config)
+        return runner.lora_manager._adapter_manager.steps.rehearsing
 
     def left(self) -> int:
         """Return how many requests are there for ever after a call was refused, and remove them.

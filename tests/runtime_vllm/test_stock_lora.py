@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.runtime_vllm.engine import Answer, Engine, Row, started
+from tests.runtime_vllm.engine import Answer, Engine, RefusedError, Row, started
 from tests.runtime_vllm.tenants import BOUND, Tenants, prompt_of
 
 KERNELS = {"the runtime's kernels": {}, "vLLM's kernels": {"SCUTE_VLLM_STOCK_KERNELS": "1"}}
-FOLDERS = ("lora", "rslora", "lora-patterns", "lora-one-layer")
+VLLM = find_spec("vllm")
+assert VLLM is not None
+assert VLLM.origin is not None
+READS_PATTERNS = "rank_pattern" in Path(VLLM.origin).with_name("lora").joinpath("peft_helper.py").read_text()
+"""From 0.31 on; before, vLLM takes every rank and scale from the whole adapter's."""
+FOLDERS: tuple[str, ...] = ("lora", "rslora", "lora-one-layer", *(("lora-patterns",) if READS_PATTERNS else ()))
 ARTIFACTS = ("dora", "oft", "lora-twin")
 SLOTS = len(FOLDERS) + len(ARTIFACTS)
 """All are taken in a full batch: vLLM's fault on CPUs gives base rows what is in the last slot."""
@@ -65,3 +71,11 @@ def test_a_folder_and_its_own_artifact_give_one_answer(engine: Engine, llama: Te
     places = (llama.folder("rslora"), llama.artifact("rslora"))
     for answer in engine.generate([Row(prompt=prompt, adapter=llama.request(place)) for place in places]):
         llama.assert_equal(answer, "rslora")
+
+
+@pytest.mark.skipif(READS_PATTERNS, reason="this vLLM reads patterns")
+def test_a_folder_with_patterns_is_refused_where_vllm_reads_past_them(engine: Engine, llama: Tenants) -> None:
+    row = Row(prompt=prompt_of(0), adapter=llama.request(llama.folder("lora-patterns")))
+    with pytest.raises(RefusedError, match=r"reads past `rank_pattern`.*scute compile"):
+        engine.generate([row])
+    llama.assert_served(engine, "lora-twin", None)

@@ -1,0 +1,44 @@
+"""What compilation and captures of graphs see of the plugin, as far as a CPU can show it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runtime_vllm.engine import Engine, started
+from tests.runtime_vllm.tenants import Tenants
+
+SLOTS = 3
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
+    with started(llama.base, shared_folder / "logs" / "captures", max_loras=SLOTS) as running:
+        yield running
+
+
+def test_all_blocks_of_a_model_are_the_same_code_to_a_compiler(engine: Engine) -> None:
+    """Compiled once then, where each block's own would be compiled one by one."""
+    first, second = (engine.ask("block_code", number=number) for number in (0, 1))
+    assert len(re.findall(r"scute\.engine_linear", first)) == 2  # gate_up and down
+    assert first == second
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+def test_a_captured_graph_for_adapters_holds_them_and_one_for_the_base_does_not(tokens: int, engine: Engine) -> None:
+    for stand_ins in (SLOTS + 1, 0, 1):  # as vLLM captures: for any number of adapters, for the base, for one
+        adapted, rehearsed = engine.ask("rehearse", tokens=tokens, adapters=stand_ins)
+        assert adapted == (stand_ins > 0)
+        assert rehearsed
+    assert not engine.ask("end_of_rehearsals")
+
+
+def test_steps_after_captures_are_ordinary_ones(engine: Engine, llama: Tenants) -> None:
+    names = ("lora", None, "dora")
+    engine.ask("rehearse", tokens=len(names), adapters=SLOTS + 1)
+    engine.ask("end_of_rehearsals")
+    llama.assert_served(engine, *names)
+    llama.assert_served(engine, None, None)

@@ -1,0 +1,53 @@
+"""Steps of an engine on the host: the form that a step is written in, and what of its metadata is copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scute_compile.runtime_min.record import SiteSlot
+from scute_compile.runtime_min.resident_pool import ResidentPool
+from scute_compile.runtime_min.step_plan import Capacity, SlotFacts, StepBuffers, plan_step
+from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
+
+
+def _steps(*, padded_beyond: bool) -> EngineSteps:
+    site = SiteSlot(name="o_proj", in_features=64, out_features=64, gemm="o_proj")
+    pool = ResidentPool(
+        (site,), num_pages=4, slots=2, dtype=torch.float32, device=torch.device("cpu"), shared_pages=1, pairs=1
+    )
+    limits = StepLimits(
+        max_tokens=64, max_rows=8, max_rank=4, pair_rank=4, rotations=False, padded_beyond=padded_beyond
+    )
+    return EngineSteps(pool, limits)
+
+
+def test_a_step_is_written_in_the_form_that_its_padded_rows_have() -> None:
+    steps = _steps(padded_beyond=False)
+    steps.write([None] * 5)
+    assert [steps.written_for(rows) for rows in (4, 5, 8, 9)] == [False, True, True, False]
+    steps.write([None] * 9)
+    assert [steps.written_for(rows) for rows in (8, 9, 64)] == [False, True, True]
+
+
+def test_a_step_that_may_be_padded_to_the_other_form_is_written_in_both() -> None:
+    steps = _steps(padded_beyond=True)
+    steps.write([None] * 5)
+    assert [steps.written_for(rows) for rows in (4, 5, 8, 9, 64)] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("tokens", [16, 1024])
+def test_a_step_is_copied_whole_whatever_was_in_the_buffers_before(tokens: int) -> None:
+    capacity = Capacity(
+        tokens=tokens, ranks=tokens * 256, pairs=1, pair_ranks=256, rotated=tokens, prefill=tokens == 1024
+    )
+    facts = {0: SlotFacts(rank=16), 1: SlotFacts(rank=0, pair=0, pair_rank=256), 2: SlotFacts(rank=3, rotated=True)}
+    buffers = StepBuffers(capacity, torch.device("cpu"))
+    for rows in ([slot % 3 for slot in range(tokens)], [2, -1, 1, 0, 0], [-1]):
+        plan = plan_step(rows, facts, [[256, 0, 0, 0, 0, 0, 0, 0]], capacity)
+        buffers.fill(plan)
+        for name, values in plan.regions.items():
+            assert buffers.region(name)[: len(values)].tolist() == list(values), name
+        assert buffers.region("row_slot")[len(rows) :].eq(-1).all()
+        assert buffers.region("tile")[4 * plan.tiles :: 4].eq(-1).all()
+        assert not buffers.region("block")[4 * plan.blocks :].any()
