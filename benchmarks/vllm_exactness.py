@@ -4,7 +4,9 @@
     python benchmarks/vllm_exactness.py measure --work WORK_FOLDER --dtype bfloat16   # needs vLLM and the plugin
 
 Nine adapters of all five methods and the base, several prompts each, all in one batch of a small random Llama. Compared
-are the log-probabilities of the twenty likeliest next tokens; the effect is the adapter's own, against the base.
+are the log-probabilities of the twenty likeliest next tokens; the effect is the adapter's own, against the base. A
+token further, what a decode step says is compared with a prefill of the longer prompt: the two run on different
+kernels.
 """
 
 from __future__ import annotations
@@ -120,8 +122,8 @@ def measure(work: Path, dtype: str, out: Path | None) -> None:
     gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"enforce_eager": True}
     if gpu:
-        options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.5,
-                   "compilation_config": {"custom_ops": ["none"]}}  # fmt: skip
+        options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3, "max_num_batched_tokens": 2048,
+                   "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": [1, 64]}}  # fmt: skip
     stored = load_file(work / "expected.safetensors")
     names: list[str] = json.loads((work / "names.json").read_text())
     expected = {name: {kind: stored[f"{name}/{kind}"] for kind in ("float32", "bfloat16")} for name in names}
@@ -129,7 +131,7 @@ def measure(work: Path, dtype: str, out: Path | None) -> None:
         str(work / "base"), skip_tokenizer_init=True, dtype=dtype, enable_lora=True, max_loras=len(names),
         max_lora_rank=16, max_model_len=256, max_num_seqs=64, enable_prefix_caching=False, **options,
     )  # fmt: skip
-    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=TOP, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=TOP, detokenize=False)
     asked, requests = [], []
     for prompt in prompts():
         for number, name in enumerate(names):
@@ -137,18 +139,30 @@ def measure(work: Path, dtype: str, out: Path | None) -> None:
             path = str(work / dtype / name)
             requests.append(None if name == "base" else LoRARequest(name, number, path))
     answers = llm.generate(asked, sampling, lora_request=requests, use_tqdm=False)
-    rows = [
-        _row(name, [answers[prompt * len(names) + number] for prompt in range(PROMPTS)], expected)
-        for number, name in enumerate(names)
+    longer = [
+        {"prompt_token_ids": [*one["prompt_token_ids"], answer.outputs[0].token_ids[0]]}
+        for one, answer in zip(asked, answers, strict=True)
     ]
+    again = llm.generate(longer, sampling, lora_request=requests, use_tqdm=False)
+    rows = []
+    for number, name in enumerate(names):
+        own = range(number, len(asked), len(names))
+        gaps = [_gap(answers[place].outputs[0].logprobs[1], again[place].outputs[0].logprobs[0]) for place in own]
+        rows.append({**_row(name, [answers[place] for place in own], expected), "decode": sum(gaps) / len(gaps)})
     for row in rows:
         ratio = f"{row['ratio']:.2f}" if row["ratio"] else ""
         sys.stdout.write(
             f"{row['adapter']:<10}error {row['error']:.2e}  effect {row['effect']:.2e}  "
-            f"PEFT in bf16 {row['peft']:.2e}  ratio {ratio}\n"
+            f"PEFT in bf16 {row['peft']:.2e}  ratio {ratio:<5}  a decode step from a prefill {row['decode']:.2e}\n"
         )
     if out:
         out.write_text(json.dumps(rows, indent=1))
+
+
+def _gap(ours: Mapping[int, Any], theirs: Mapping[int, Any]) -> float:
+    """Return the mean difference of the same token's log-probabilities, after a decode step and after a prefill."""
+    both = set(ours) & set(theirs)
+    return sum(abs(ours[token].logprob - theirs[token].logprob) for token in both) / len(both)
 
 
 def _row(name: str, answers: Sequence[Any], expected: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,24 +58,42 @@ def main() -> None:
     asked.add_argument("--tenants", type=int, default=20)
     asked.add_argument("--work", type=Path, required=True)
     asked.add_argument("--json", type=Path)
+    asked.add_argument("--gpus", type=int, default=1, help="2: the plugin's engine runs on a GPU of its own")
+    asked.add_argument("--mixes", nargs="+", help="only these")
     asked.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     chosen = asked.parse_args()
     if chosen.engine is not None:
         measure(chosen, ENGINES[chosen.engine])
         return
     prepare(chosen)
+    queues: list[list[int]] = [[] for _ in range(max(1, chosen.gpus))]
+    for number, engine in enumerate(
+        ENGINES
+    ):  # what is compared with stock runs beside it where there are GPUs for both
+        queues[-1 if engine.plugin else 0].append(number)
+    with ThreadPoolExecutor(len(queues)) as pool:
+        futures = [pool.submit(run_engines, chosen, queue, gpu) for gpu, queue in enumerate(queues)]
+    rows = [row for future in futures for row in future.result()]
+    table(rows)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=1))
+
+
+def run_engines(chosen: argparse.Namespace, numbers: Sequence[int], gpu: int) -> list[dict[str, Any]]:
+    """Run engines one after the other on one GPU, each in a process of its own."""
     rows: list[dict[str, Any]] = []
-    for number, engine in enumerate(ENGINES):
+    for number in numbers:
+        engine = ENGINES[number]
         environment = {**os.environ, **({} if engine.plugin else {"VLLM_PLUGINS": "none"})}
+        if chosen.gpus > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
         done = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--engine", str(number)], env=environment, check=False,
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         found = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
         rows += found or [{"engine": engine.name, "mix": f"failed, status {done.returncode}", "ms": None}]
-    table(rows)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(rows, indent=1))
+    return rows
 
 
 def shape_of(chosen: argparse.Namespace) -> tuple[Shape, int]:
@@ -104,12 +123,12 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
     gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"dtype": "bfloat16"} if gpu else {"dtype": "float32", "enforce_eager": True}
     if gpu:
-        sizes = [1, 8, 16, 20, 24, 32]
+        sizes = [1, chosen.tenants]
         options |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.8,
                     "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": sizes}}  # fmt: skip
     llm = LLM(
         str(chosen.work / "base"), load_format="dummy", skip_tokenizer_init=True, enable_lora=True,
-        max_loras=chosen.tenants, max_lora_rank=engine.max_rank, max_model_len=512,
+        max_loras=chosen.tenants, max_lora_rank=engine.max_rank, max_model_len=512, max_num_batched_tokens=2048,
         max_num_seqs=max(32, chosen.tenants),
         enable_prefix_caching=False, **options,
     )  # fmt: skip
@@ -124,6 +143,8 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
 
     serial = 0
     for mix, adapters in engine.mixes.items():
+        if chosen.mixes and mix not in chosen.mixes:
+            continue
         requests: list[Any] = [None] * chosen.tenants
         for row in range(chosen.tenants if adapters else 0):
             serial += 1
@@ -135,6 +156,8 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
         row_out = {"engine": engine.name, "mix": mix, "ms": round(min(times) * 1e3, 3)}
         sys.stdout.write("ROW " + json.dumps(row_out) + "\n")
         sys.stdout.flush()
+        with (chosen.work / "rows.jsonl").open("a") as kept:  # what a run that is cut off had found
+            kept.write(json.dumps(row_out) + "\n")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -12,14 +12,14 @@ from functools import cache
 import torch
 import triton
 
-from scute_compile.runtime_min.kernels.expand import expand_kernel, shared_expand_kernel
+from scute_compile.runtime_min.kernels.expand import expand_kernel
 from scute_compile.runtime_min.kernels.prefill import (
     prefill_expand_kernel,
     prefill_rotate_kernel,
     prefill_shrink_kernel,
 )
 from scute_compile.runtime_min.kernels.rotate import rotate_kernel
-from scute_compile.runtime_min.kernels.shrink import shared_shrink_kernel, shrink_kernel
+from scute_compile.runtime_min.kernels.shrink import shrink_kernel
 from scute_compile.runtime_min.step_form import Features, Gemm, PoolTensors, Product
 from scute_compile.runtime_min.step_plan import (
     OWNED_ROWS,
@@ -35,20 +35,21 @@ RUN_GRANULES = 1792
 ROTATE_BLOCK, ROTATE_GROUPS, ROTATE_WARPS = 256, 2, 2
 """Columns per program, and threads for each granule of them."""
 ROTATE_DEPTH = 16
-SHRINK_WARPS, OWNED_PROGRAMS = 4, 132 * 16
+SHRINK_WARPS, SHRINK_STAGES, OWNED_PROGRAMS = 4, 4, 132 * 16
 PREFILL_COLUMNS, PREFILL_WARPS = 64, 4
 PREFILL_REGISTERS: int | None = 128
 PREFILL_TURN, PREFILL_STEPS = 64, 4
 """Columns per product of the prefill rotation, and products per program."""
-EXPAND_WARPS = 2
+EXPAND_WARPS, SHARED_WARPS, EXPAND_STAGES = 2, 4, 3
+SHARED_REGISTERS: int | None = 128
+"""With more, two programs fill a multiprocessor, and those of owned factors wait."""
 TALL_COLUMNS, TALL_ROWS, TALL_PROGRAMS = 16, 128, 132 * 16
-SHARED_WARPS, SHARED_STAGES = 4, 4
 SHARED_ROWS = 64
 """Rows of a shared B per product."""
-SHARED_STEP = 256
-"""Values of K per product of the shared shrink."""
 SHARED_SPLIT = 4
 """Runs of K of the shared shrink: enough programs, and few partial sums for every program of the expand to add."""
+SHARED_STEP = 128
+"""Values of K per product of the shared shrink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +162,18 @@ def _shrink(
             num_warps=4, num_stages=3,
         )  # fmt: skip
         return
-    early = starts_early(x.device)
-    if features.shared_programs:
-        shared_shrink_kernel[(features.shared_programs * SHARED_SPLIT,)](
-            x, hs, pool.shared, pool.pages, pool.page_map, pool.directory, region("swork"), region("pair_rows"),
-            region("pair_slots"), region("pair"), sites, gemm.first_site,
-            K=k, SLICES=slices, SPLIT=SHARED_SPLIT, BLOCK_K=SHARED_STEP, VALUES=values, BLOCK_T=PAIR_TOKENS,
-            BLOCK_R=PAIR_RANKS, HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), PDL=early,
-            num_warps=SHRINK_WARPS, num_stages=SHARED_STAGES, **_early(x),
-        )  # fmt: skip
     split = owned_split(k, values)
-    units = features.programs * slices * split.parts
-    if units:
-        shrink_kernel[(min(units, OWNED_PROGRAMS),)](
-            x, h, pool.pages, pool.page_map, pool.directory, region("work"), sites, gemm.first_site, capacity.ranks,
-            units, K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, VALUES=values, PDL=early,
-            num_warps=SHRINK_WARPS, **_early(x),
-        )  # fmt: skip
+    shared_programs = features.shared_programs * SHARED_SPLIT if features.shared else 0
+    owned_units = features.programs * slices * split.parts if features.owned else 0
+    shrink_kernel[(max(1, shared_programs + min(owned_units, OWNED_PROGRAMS)),)](
+        x, h, hs, pool.shared, pool.pages, pool.page_map, pool.directory, region("work"), region("swork"),
+        region("pair_rows"), region("pair_slots"), region("pair"), sites,
+        gemm.first_site, capacity.ranks, shared_programs, owned_units,
+        K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=SHARED_SPLIT,
+        BLOCK_K=SHARED_STEP, VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS, HS_ROWS=capacity.tokens,
+        HS_RANKS=held_ranks(capacity), HAS_OWNED=owned_units > 0, HAS_SHARED=features.shared,
+        PDL=starts_early(x.device), num_warps=SHRINK_WARPS, num_stages=SHRINK_STAGES, **_early(x),
+    )  # fmt: skip
 
 
 def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm, features: Features) -> torch.Tensor:
@@ -220,30 +216,25 @@ def _expand(
             HAS_BIAS=bias is not None, num_warps=PREFILL_WARPS, num_stages=2, maxnreg=PREFILL_REGISTERS,
         )  # fmt: skip
         return
-    begun = features.programs > 0 or features.shared_programs > 0
-    early = begun and starts_early(x.device)
-    if features.shared:
-        columns = shared_columns(sum(gemm.widths))
-        rows = max(16, min(SHARED_ROWS, triton.next_power_of_2(capacity.pair_ranks)))
-        shared_expand_kernel[(max(1, _blocks(gemm, columns) * features.blocks),)](
-            y, hs, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("block"), region("pair_rows"),
-            region("pair_slots"), region("pair"), region("rot_position"), sites, gemm.first_site, tokens,
-            N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=SHARED_SPLIT, BLOCK_N=columns, BLOCK_R=rows,
-            WRITTEN=PAIR_RANKS, BLOCK_T=PAIR_TOKENS, HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity),
-            VALUES=pool.values, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=early,
-            num_warps=SHARED_WARPS, num_stages=SHARED_STAGES, **(_early(x) if early else {}),
-        )  # fmt: skip
-    if not features.segments:
-        return
-    block_n = 32 * EXPAND_WARPS * pool.values
+    early = (features.owned or features.shared) and starts_early(x.device)
+    warps = SHARED_WARPS if features.shared else EXPAND_WARPS
+    block_n = 32 * warps * pool.values
+    rows = max(16, min(SHARED_ROWS, triton.next_power_of_2(capacity.pair_ranks)))
+    owned = _blocks(gemm, block_n) * features.segments
+    columns = shared_columns(sum(gemm.widths))
+    shared = _blocks(gemm, columns) * features.blocks if features.shared else 0
     tall = min(_blocks(gemm, TALL_COLUMNS) * features.tall, TALL_PROGRAMS)
-    expand_kernel[(tall + _blocks(gemm, block_n) * features.segments,)](
-        y, h, given, pool.pages, pool.page_map, pool.directory, region("counts"), region("segment"), region("tall"),
-        region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens, tall,
-        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, BLOCK_N=block_n, ROWS=WIDE_RANK,
-        BLOCK_N_TALL=TALL_COLUMNS, BLOCK_R_TALL=TALL_ROWS, VALUES=pool.values, HAS_TALL=features.tall > 0,
-        HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=early,
-        num_warps=EXPAND_WARPS, num_stages=1, **(_early(x) if early else {}),
+    expand_kernel[(max(1, shared + tall + owned),)](
+        y, h, hs, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("segment"),
+        region("tall"), region("block"), region("pair_rows"), region("pair_slots"), region("pair"),
+        region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens, shared, tall,
+        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, SPLIT_S=SHARED_SPLIT,
+        BLOCK_N=block_n, ROWS=WIDE_RANK, BLOCK_N_TALL=TALL_COLUMNS, BLOCK_R_TALL=TALL_ROWS,
+        BLOCK_N_S=columns, BLOCK_R_S=rows, WRITTEN=PAIR_RANKS, BLOCK_T=PAIR_TOKENS,
+        HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), VALUES=pool.values, HAS_SHARED=features.shared,
+        HAS_TALL=features.tall > 0, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=early,
+        num_warps=warps, num_stages=EXPAND_STAGES, maxnreg=SHARED_REGISTERS if features.shared else None,
+        **(_early(x) if early else {}),
     )  # fmt: skip
 
 

@@ -269,61 +269,46 @@ def _shared(
         tl.store(y_ptr + where, (z + total).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_site", "tokens"])
-def shared_expand_kernel(
-    y_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr, pair_rows_ptr,
-    pair_slots_ptr, pair_ptr, rot_position_ptr, sites, first_site, tokens,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WRITTEN: tl.constexpr, BLOCK_T: tl.constexpr,
-    HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr, VALUES: tl.constexpr, HAS_ROTATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.apply_site`; the rows of shared pairs.
-
-    A kernel of its own, since its tiles take registers and shared memory that would keep the owned part's programs out:
-    measured on an H200, five methods mixed, gate and up together: 25 us in one kernel.
-    """
-    if PDL:
-        tlc.gdc_launch_dependents()  # the owned part loads its factors meanwhile
-    _shared(
-        tl.program_id(0), y_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr,
-        pair_rows_ptr, pair_slots_ptr, pair_ptr, rot_position_ptr, sites, first_site, tokens,
-        N0, N1, N2, SLICES, SPLIT, BLOCK_N, BLOCK_R, WRITTEN, BLOCK_T, HS_ROWS, HS_RANKS, VALUES, HAS_ROTATION,
-        HAS_BIAS, PDL,
-    )  # fmt: skip
-    if PDL:
-        tlc.gdc_wait()  # also where there was no work: what follows this grid relies on the shrink having ended
-
-
-@triton.jit(do_not_specialize=["first_site", "h_capacity", "tokens", "tall_programs"])
+@triton.jit(do_not_specialize=["first_site", "h_capacity", "tokens", "shared_programs", "tall_programs"])
 def expand_kernel(
-    y_ptr, h_ptr, bias_ptr, pages_ptr, page_map_ptr, directory_ptr, counts_ptr, segment_ptr, tall_ptr,
-    rot_position_ptr, sites, first_site, h_capacity, tokens, tall_programs,
+    y_ptr, h_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, counts_ptr, segment_ptr,
+    tall_ptr, block_ptr, pair_rows_ptr, pair_slots_ptr, pair_ptr, rot_position_ptr,
+    sites, first_site, h_capacity, tokens, shared_programs, tall_programs,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N_TALL: tl.constexpr, BLOCK_R_TALL: tl.constexpr,
-    VALUES: tl.constexpr, HAS_TALL: tl.constexpr, HAS_ROTATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SPLIT_S: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N_TALL: tl.constexpr,
+    BLOCK_R_TALL: tl.constexpr, BLOCK_N_S: tl.constexpr, BLOCK_R_S: tl.constexpr, WRITTEN: tl.constexpr,
+    BLOCK_T: tl.constexpr, HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr, VALUES: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_TALL: tl.constexpr, HAS_ROTATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.apply_site`; the rows of owned factors and of none.
+    """See `scute_compile.runtime_min.reference.apply_site`.
 
-    Programs of large ranks come first, since they are the longer ones, then those of segments, one record of work each:
-    a loop over records would put its bound's load before everything else. Segments of large ranks are few and their
-    number lies on the device, so their programs take them in turn.
+    Programs of shared blocks come first, since they are the longer ones, then those of large ranks, then those of
+    segments, one record of work each: a loop over records would put its bound's load before everything else. Segments
+    of large ranks are few and their number lies on the device, so their programs take them in turn.
     """
     work = tl.program_id(0)
-    if work >= tall_programs:
+    if work >= shared_programs + tall_programs:
         _wide(
-            work - tall_programs, y_ptr, h_ptr, bias_ptr, pages_ptr, page_map_ptr, directory_ptr, segment_ptr,
-            rot_position_ptr, sites, first_site, h_capacity, tokens,
+            work - shared_programs - tall_programs, y_ptr, h_ptr, bias_ptr, pages_ptr, page_map_ptr, directory_ptr,
+            segment_ptr, rot_position_ptr, sites, first_site, h_capacity, tokens,
             N0, N1, N2, SLICES, SPLIT, BLOCK_N, ROWS, VALUES, HAS_TALL, HAS_ROTATION, HAS_BIAS, PDL,
         )  # fmt: skip
-    elif HAS_TALL:
-        TALL: tl.constexpr = tl.cdiv(N0, BLOCK_N_TALL) + tl.cdiv(N1, BLOCK_N_TALL) + tl.cdiv(N2, BLOCK_N_TALL)
-        for tall in range(work, tl.load(counts_ptr) * TALL, tall_programs):
-            _tall(
-                tall, y_ptr, h_ptr, bias_ptr, pages_ptr, page_map_ptr, directory_ptr, tall_ptr, rot_position_ptr,
-                sites, first_site, h_capacity, tokens,
-                N0, N1, N2, SLICES, SPLIT, BLOCK_N_TALL, BLOCK_R_TALL, ROWS, VALUES, HAS_ROTATION, HAS_BIAS, PDL,
-            )  # fmt: skip
+    elif work >= shared_programs:
+        if HAS_TALL:
+            TALL: tl.constexpr = tl.cdiv(N0, BLOCK_N_TALL) + tl.cdiv(N1, BLOCK_N_TALL) + tl.cdiv(N2, BLOCK_N_TALL)
+            for tall in range(work - shared_programs, tl.load(counts_ptr) * TALL, tall_programs):
+                _tall(
+                    tall, y_ptr, h_ptr, bias_ptr, pages_ptr, page_map_ptr, directory_ptr, tall_ptr, rot_position_ptr,
+                    sites, first_site, h_capacity, tokens,
+                    N0, N1, N2, SLICES, SPLIT, BLOCK_N_TALL, BLOCK_R_TALL, ROWS, VALUES, HAS_ROTATION, HAS_BIAS, PDL,
+                )  # fmt: skip
+    elif HAS_SHARED:
+        _shared(
+            work, y_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr,
+            pair_rows_ptr, pair_slots_ptr, pair_ptr, rot_position_ptr, sites, first_site, tokens,
+            N0, N1, N2, SLICES, SPLIT_S, BLOCK_N_S, BLOCK_R_S, WRITTEN, BLOCK_T, HS_ROWS, HS_RANKS, VALUES,
+            HAS_ROTATION, HAS_BIAS, PDL,
+        )  # fmt: skip
     if PDL:
-        tlc.gdc_wait()  # also where there was no work: what follows this grid relies on those before it having ended
+        tlc.gdc_wait()  # also where there was no work: what follows this grid relies on the shrink having ended

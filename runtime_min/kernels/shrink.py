@@ -2,8 +2,8 @@
 
 Owned factors: a program holds a few rows of A over a run of K and multiplies in registers (no tensor cores: with one
 token per tenant there is nothing to reuse). Shared factors: sixteen tokens by sixteen rows of A on tensor cores, so
-the matrix is read once for all its tenants; a kernel of its own, since its tiles want shared memory that would keep
-programs of the other out. Runs of K leave partial sums that the expand adds in order, so no atomics are needed.
+the matrix is read once for all its tenants. Both kinds are records of one launch; runs of K leave partial sums that
+the expand adds in order, so no atomics are needed.
 
 With `PDL` the launch begins while the GEMM before it ends. Nothing here reads what that wrote; but the expand, which
 waits for this grid alone, does, so every program waits before it ends.
@@ -68,18 +68,14 @@ def _owned(
         tl.store(h_ptr + (part * SLICES + which) * h_capacity + h_row + rows, h, mask=rows < rank)
 
 
-@triton.jit(do_not_specialize=["first_site"])
-def shared_shrink_kernel(
-    x_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, pair_rows_ptr,
+@triton.jit
+def _shared(
+    work, x_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, pair_rows_ptr,
     pair_slots_ptr, pair_ptr, sites, first_site,
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.shrink`: `(x A^T) * d` of up to sixteen tokens of a shared pair."""
-    if PDL:
-        tlc.gdc_launch_dependents()
-    work = tl.program_id(0)
     part = work % SPLIT
     unit = swork_ptr + work // SPLIT * 4
     pair, first, count, rank_block = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
@@ -135,26 +131,37 @@ def shared_shrink_kernel(
                 tl.where((rows < rank)[None, :], total * scales[which].to(tl.float32), 0.0),
                 mask=held[:, None],
             )
-    if PDL:
-        tlc.gdc_wait()  # also where there was no work, see above
 
 
-@triton.jit(do_not_specialize=["first_site", "h_capacity", "units"])
+@triton.jit(do_not_specialize=["first_site", "h_capacity", "shared_programs", "owned_units"])
 def shrink_kernel(
-    x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, sites, first_site, h_capacity, units,
+    x_ptr, h_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, swork_ptr,
+    pair_rows_ptr, pair_slots_ptr, pair_ptr, sites, first_site, h_capacity, shared_programs,
+    owned_units,
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    VALUES: tl.constexpr, PDL: tl.constexpr,
+    SPLIT_S: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr, HAS_OWNED: tl.constexpr, HAS_SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.shrink`: `x A^T` of owned factors, one record of work per program.
+    """See `scute_compile.runtime_min.reference.shrink`. One record of work per program, the longer shared ones first.
 
     Only where a captured graph is made for very many records, programs take several.
     """
     if PDL:
         tlc.gdc_launch_dependents()  # the expand may load its own factors meanwhile; it waits for all of this grid
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        _owned(
-            unit, x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, sites, first_site, h_capacity,
-            K, SLICES, SPLIT, ROWS, STEP, VALUES, PDL,
+    work = tl.program_id(0)
+    if work >= shared_programs:
+        if HAS_OWNED:
+            for unit in range(work - shared_programs, owned_units, tl.num_programs(0) - shared_programs):
+                _owned(
+                    unit, x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, sites, first_site, h_capacity,
+                    K, SLICES, SPLIT, ROWS, STEP, VALUES, PDL,
+                )  # fmt: skip
+    elif HAS_SHARED:
+        _shared(
+            work, x_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, pair_rows_ptr,
+            pair_slots_ptr, pair_ptr, sites, first_site,
+            K, SLICES, SPLIT_S, BLOCK_K, VALUES, BLOCK_T, BLOCK_R, HS_ROWS, HS_RANKS, PDL,
         )  # fmt: skip
     if PDL:
         tlc.gdc_wait()  # also where there was no work: the expand relies on the GEMM before this grid having ended
