@@ -171,7 +171,7 @@ def _shrink(
         gemm.first_site, capacity.ranks, shared_programs, owned_units,
         K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=SHARED_SPLIT,
         BLOCK_K=SHARED_STEP, VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS, HS_ROWS=capacity.tokens,
-        HS_RANKS=held_ranks(capacity), HAS_OWNED=owned_units > 0, HAS_SHARED=features.shared,
+        HS_RANKS=held_ranks(capacity), HAS_OWNED=features.owned, HAS_SHARED=features.shared,
         PDL=starts_early(x.device), num_warps=SHRINK_WARPS, num_stages=SHRINK_STAGES, **_early(x),
     )  # fmt: skip
 

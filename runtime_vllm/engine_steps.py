@@ -130,15 +130,37 @@ class EngineSteps:
                 expected="layers that see every token of the step",
                 next="report the model; adapters can't be served on it this way",
             )  # fmt: skip
-        if not fixed:
-            return buffers, features_of(plan, whole_granules=True)
+        most = self._most(rows, prefill=prefill)
+        return buffers, most if fixed else _as_rehearsed(features_of(plan, whole_granules=True), most)
+
+    def rehearsal(self, rows: int) -> tuple[StepBuffers, tuple[Features, ...]]:
+        """Return the buffers, and what kernels must have been compiled for before an engine answers anybody.
+
+        What a step needs chooses among a kernel's variants, and a variant that is compiled while requests wait holds
+        all of them up for seconds. So eager steps keep to few: whether inputs are turned is the only choice.
+
+        Args:
+            rows: Of the call that rehearses.
+        """
+        buffers, most = self.form(rows, fixed=True)
+        return buffers, (dataclasses.replace(most, rotated=0), most) if most.rotated and most.prefill else (most,)
+
+    def _most(self, rows: int, *, prefill: bool) -> Features:
+        """Return what any step of so many rows may need."""
+        buffers = self.buffers[prefill]
         capacity = dataclasses.replace(
             buffers.capacity,
             tokens=rows,
             ranks=buffers.capacity.ranks // buffers.capacity.tokens * rows,
             rotated=rows if self.limits.rotations else 0,
         )
-        return buffers, fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True)
+        return fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True)
+
+
+def _as_rehearsed(features: Features, most: Features) -> Features:
+    """Return a step's features, with those that choose another variant of a kernel as in the rehearsal."""
+    rotated = features.rotated if features.prefill else max(features.rotated, min(1, most.rotated))
+    return dataclasses.replace(features, owned=most.owned, shared=most.shared, tall=most.tall, rotated=rotated)
 
 
 def _capacity(pool: ResidentPool, limits: StepLimits, tokens: int, *, prefill: bool) -> Capacity:

@@ -160,10 +160,15 @@ class AdaptedLinear:
         elif flat.is_cuda:
             from scute_compile.runtime_min import launch
 
-            buffers, features = held.steps.form(len(flat), fixed=captured or rehearsed)
+            if rehearsed:
+                buffers, variants = held.steps.rehearsal(len(flat))
+            else:
+                buffers, features = held.steps.form(len(flat), fixed=captured)
+                variants = (features,)
             pool = _tensors(held.steps)
             late = None if self.own_forward else bias
-            y = launch.adapted_output(flat.contiguous(), multiply, late, pool, buffers, held.gemm, features)
+            for features in variants:
+                y = launch.adapted_output(flat.contiguous(), multiply, late, pool, buffers, held.gemm, features)
         else:
             buffers, _ = held.steps.form(len(flat), fixed=False)
             y = ops.adapted_output(flat, multiply, _tensors(held.steps), buffers, held.gemm)

@@ -7,7 +7,9 @@ import torch
 
 from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_min.resident_pool import ResidentPool
+from scute_compile.runtime_min.step_form import Features
 from scute_compile.runtime_min.step_plan import Capacity, SlotFacts, StepBuffers, plan_step
+from scute_compile.runtime_min.tenants import Shape, pair_of, sites_of, tenant
 from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
 
 
@@ -49,5 +51,40 @@ def test_a_step_is_copied_whole_whatever_was_in_the_buffers_before(tokens: int) 
         for name, values in plan.regions.items():
             assert buffers.region(name)[: len(values)].tolist() == list(values), name
         assert buffers.region("row_slot")[len(rows) :].eq(-1).all()
-        assert buffers.region("tile")[4 * plan.tiles :: 4].eq(-1).all()
-        assert not buffers.region("block")[4 * plan.blocks :].any()
+        if capacity.prefill:
+            assert buffers.region("tile")[4 * plan.tiles :: 4].eq(-1).all()
+        else:
+            assert not buffers.region("block")[4 * plan.blocks :].any()
+            assert buffers.region("work")[4 * plan.work :].eq(-1).all()
+            assert buffers.region("segment")[4 * plan.segments :].eq(-1).all()
+
+
+def _variant(features: Features) -> tuple[bool, ...]:
+    """What the launches turn into constants of the kernels."""
+    return features.owned, features.shared, features.tall > 0, features.rotated > 0, features.prefill
+
+
+@pytest.mark.parametrize("rows", [5, 20])
+@pytest.mark.parametrize("rotations", [True, False])
+def test_eager_steps_need_no_kernel_that_the_rehearsal_did_not_compile(rotations: bool, rows: int) -> None:
+    sites = sites_of(Shape(hidden=64, keys=32, inner=128, layers=1))
+    pool = ResidentPool(
+        sites, num_pages=300, slots=4, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=1
+    )
+    methods = ("lora", "ia3", "vera", *(("oft",) if rotations else ()))
+    pair = pair_of(sites, 16, torch.float32)
+    for method in methods:
+        pool.load(
+            method, tenant(method, sites, torch.float32, rank=4, block=8, pair=pair if method == "vera" else None)
+        )
+    limits = StepLimits(max_tokens=64, max_rows=8, max_rank=32, pair_rank=16, rotations=rotations)
+    steps = EngineSteps(pool, limits)
+    seen = set()
+    for mix in ((methods[0],), *((one, None) for one in methods), methods):
+        steps.write([mix[row % len(mix)] for row in range(rows)])
+        _, rehearsed = steps.rehearsal(rows)
+        _, features = steps.form(rows, fixed=False)
+        assert _variant(features) in {_variant(one) for one in rehearsed}
+        seen.add(_variant(features))
+    steps.release()
+    assert len(seen) == (2 if rotations and rows > limits.max_rows else 1)

@@ -127,7 +127,7 @@ def prefill_rotate_kernel(
                     tl.store(out_row[:, None] + columns[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_site", "h_capacity"])
 def prefill_shrink_kernel(
     x_ptr, h_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
     sites, first_site, h_capacity,
@@ -205,7 +205,7 @@ def _halves(total, h, b):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_site", "h_capacity", "tokens"])
 def prefill_expand_kernel(
     y_ptr, h_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
     rot_position_ptr, sites, first_site, h_capacity, tokens,
