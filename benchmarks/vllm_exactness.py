@@ -51,8 +51,8 @@ def prompts() -> list[list[int]]:
     return [[int(token) for token in row] for row in drawn]
 
 
-def prepare(work: Path) -> None:
-    """Write base, adapters, artifacts in both dtypes, and what PEFT says of every prompt."""
+def prepare(work: Path, tp: int) -> None:
+    """Write base, adapters, artifacts in both dtypes for `tp` ranks, and what PEFT says of every prompt."""
     import transformers
     from peft import PeftModel, get_peft_model
 
@@ -82,8 +82,8 @@ def prepare(work: Path) -> None:
         }
         for dtype in (DType.FLOAT32, DType.BFLOAT16):
             (outcome,) = compile_adapters(
-                [str(work / "adapters" / name)], str(work / "base"), Target(dtype=dtype), work / dtype.value, name=name,
-                quiet=True,
+                [str(work / "adapters" / name)], str(work / "base"), Target(tp=tp, dtype=dtype), work / dtype.value,
+                name=name, quiet=True,
             )  # fmt: skip
             if not outcome.artifact:
                 raise SystemExit(f"{name}: {[item.found for item in outcome.findings]}")
@@ -114,7 +114,7 @@ def _says(model: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' or PEFT's
     return torch.log_softmax(logits.double(), -1)
 
 
-def measure(work: Path, dtype: str, out: Path | None) -> None:
+def measure(work: Path, dtype: str, tp: int, out: Path | None) -> None:
     """Ask an engine with every adapter loaded, all prompts in one batch, and print a row per adapter."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -129,7 +129,8 @@ def measure(work: Path, dtype: str, out: Path | None) -> None:
     expected = {name: {kind: stored[f"{name}/{kind}"] for kind in ("float32", "bfloat16")} for name in names}
     llm = LLM(
         str(work / "base"), skip_tokenizer_init=True, dtype=dtype, enable_lora=True, max_loras=len(names),
-        max_lora_rank=16, max_model_len=256, max_num_seqs=64, enable_prefix_caching=False, **options,
+        max_lora_rank=16, tensor_parallel_size=tp, max_model_len=256, max_num_seqs=64,
+        enable_prefix_caching=False, **options,
     )  # fmt: skip
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=TOP, detokenize=False)
     asked, requests = [], []
@@ -153,7 +154,8 @@ def measure(work: Path, dtype: str, out: Path | None) -> None:
         ratio = f"{row['ratio']:.2f}" if row["ratio"] else ""
         sys.stdout.write(
             f"{row['adapter']:<10}error {row['error']:.2e}  effect {row['effect']:.2e}  "
-            f"PEFT in bf16 {row['peft']:.2e}  ratio {ratio:<5}  a decode step from a prefill {row['decode']:.2e}\n"
+            f"PEFT in bf16 {row['peft']:.2e}  ratio {ratio:<5}  "
+            f"PEFT's token {row['tokens']} of {PROMPTS}  a decode step from a prefill {row['decode']:.2e}\n"
         )
     if out:
         out.write_text(json.dumps(rows, indent=1))
@@ -168,13 +170,16 @@ def _gap(ours: Mapping[int, Any], theirs: Mapping[int, Any]) -> float:
 def _row(name: str, answers: Sequence[Any], expected: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
     exact, rounded, base = expected[name]["float32"], expected[name]["bfloat16"], expected["base"]["float32"]
     errors, peft, effects = [], [], []
+    tokens = 0
     for number, answer in enumerate(answers):
+        tokens += answer.outputs[0].token_ids[0] == exact[number].argmax().item()
         for token, said in answer.outputs[0].logprobs[0].items():
             errors.append(abs(said.logprob - exact[number, token].item()))
             peft.append(abs((rounded - exact)[number, token].item()))
             effects.append(abs((exact - base)[number, token].item()))
     error, own, effect = (sum(values) / len(values) for values in (errors, peft, effects))
-    return {"adapter": name, "error": error, "effect": effect, "peft": own, "ratio": error / own if own else None}
+    return {"adapter": name, "error": error, "effect": effect, "peft": own, "ratio": error / own if own else None,
+            "tokens": tokens}  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -182,9 +187,10 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["prepare", "measure"])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--tp", type=int, default=1, help="ranks; the same for both parts")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.what == "prepare":
-        prepare(given.work)
+        prepare(given.work, given.tp)
     else:
-        measure(given.work, given.dtype, given.json)
+        measure(given.work, given.dtype, given.tp, given.json)
