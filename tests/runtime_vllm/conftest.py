@@ -44,10 +44,12 @@ def smollm2(shared_folder: Path) -> Tenants:
     return Tenants(base=Path(folder), root=shared_folder / "smollm2")
 
 
-PROCESSES: Mapping[str, Mapping[str, str]] = {"in one process": {}, "in several": SEVERAL_PROCESSES}
+PROCESSES: Mapping[str, Mapping[str, str]] = {"in several": SEVERAL_PROCESSES, "in one process": {}}
+"""Engines as they are served, and as a debugger wants them; the other files' engines run in one process anyway."""
+LONG = "SCUTE_TEST_LONG"
 
 
-@pytest.fixture(scope="session", params=PROCESSES)
+@pytest.fixture(scope="session", params=PROCESSES if os.environ.get(LONG) == "1" else tuple(PROCESSES)[:1])
 def crowded(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
     """An engine with two slots and a place for one more adapter, and with a prefix cache of blocks of 32 tokens."""
     log = shared_folder / "logs" / f"crowded-{request.param[3:]}"
