@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime_vllm.conftest import LONG
 from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Adapter, Engine, RefusedError, Row, started
 from tests.runtime_vllm.tenants import Tenants, prompt_of
 
@@ -58,6 +60,7 @@ def test_files_that_go_while_requests_wait_for_their_adapters_harm_none(
     llama.assert_served(engine, "dora", None)
 
 
+@pytest.mark.skipif(os.environ.get(LONG) != "1", reason=f"starts two ranks for one question; set {LONG}=1")
 def test_every_rank_keeps_what_requests_were_admitted_with(llama: Tenants, shared_folder: Path, tmp_path: Path) -> None:
     names = ("lora", "dora", "ia3", "vera")
     store = tmp_path / "store"
