@@ -125,24 +125,24 @@ class AdaptedLinear:
         real = self.device
         if not self.stock_kernels:
             self.device = torch.device("meta")
-        super().create_lora_weights(max_loras, lora_config, model_config)  # type: ignore[misc]
+        super().create_lora_weights(max_loras, lora_config, model_config)  # type: ignore[misc] # vLLM's class, next in order
         self.device = real
 
     def reset_lora(self, index: int) -> None:
         """Empty a slot of vLLM's buffers."""
         if self.stock_kernels:
-            super().reset_lora(index)  # type: ignore[misc]
+            super().reset_lora(index)  # type: ignore[misc] # likewise
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
         """Fill a slot of vLLM's buffers."""
         if self.stock_kernels:
-            super().set_lora(index, lora_a, lora_b)  # type: ignore[misc]
+            super().set_lora(index, lora_a, lora_b)  # type: ignore[misc] # likewise
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the layer's output on this rank, before any gather or reduction."""
         y: torch.Tensor = torch.ops.scute.engine_linear(x, bias, self.scute_place, sum(self.widths))
         if self.stock_kernels:
-            y = self._apply_lora_to_output(x, y)  # type: ignore[attr-defined]
+            y = self._apply_lora_to_output(x, y)  # type: ignore[attr-defined] # vLLM's
         return y
 
     def adapted(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -199,7 +199,7 @@ class _Replacing(AdaptedLinear):
         cls, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
     ) -> bool:  # fmt: skip
         """Answer vLLM's question."""
-        takes = super().can_replace_layer(  # type: ignore[misc]
+        takes = super().can_replace_layer(  # type: ignore[misc] # vLLM's class, next in order
             source_layer=source_layer, lora_config=lora_config, packed_modules_list=packed_modules_list,
             model_config=model_config,
         )  # fmt: skip

@@ -31,7 +31,9 @@ def on_ranks(count: int, work: Work, *arguments: object) -> list[Answer]:
         folder = Path(name)
         # a server that has imported what ranks need once, and forks them before it has threads
         set_forkserver_preload(PRELOADED)
-        start_processes(_begin, (count, folder, work, arguments), nprocs=count, start_method="forkserver")  # type: ignore[no-untyped-call]
+        start_processes(  # type: ignore[no-untyped-call] # torch leaves it unannotated
+            _begin, (count, folder, work, arguments), nprocs=count, start_method="forkserver"
+        )
         return [load_file(folder / f"{rank}.safetensors") for rank in range(count)]
 
 

@@ -68,7 +68,7 @@ def model(base_folder: Callable[[str], Path]) -> torch.nn.Module:
 
 def logits(model: torch.nn.Module, artifacts: dict[str, Path], ids: Sequence[str | None]) -> torch.Tensor:
     with torch.no_grad(), AdaptedModel(model, artifacts) as adapted:
-        out: torch.Tensor = adapted.forward(input_ids=IDS[: len(ids)], adapter_ids=ids).logits  # type: ignore[attr-defined]
+        out: torch.Tensor = adapted.forward(input_ids=IDS[: len(ids)], adapter_ids=ids).logits  # type: ignore[attr-defined] # the model's
         return out
 
 
@@ -76,7 +76,7 @@ def as_matrix(delta: torch.Tensor) -> torch.Tensor:
     """R - I as a matrix."""
     if delta.ndim == 1:
         return torch.diag(delta)
-    matrix: torch.Tensor = torch.block_diag(*delta)  # type: ignore[no-untyped-call]
+    matrix: torch.Tensor = torch.block_diag(*delta)  # type: ignore[no-untyped-call] # torch leaves it unannotated
     return matrix
 
 
