@@ -67,6 +67,7 @@ class PagePool:
         self._top = num_pages
         self._taken = np.zeros(num_pages, dtype=np.bool_)
         self._lent = np.zeros(num_pages, dtype=np.bool_)
+        self._lent_count = 0  # kept beside the marks: a pool of several GB has millions of pages to count
         self._payload = 0
 
     @property
@@ -77,7 +78,7 @@ class PagePool:
     @property
     def counts(self) -> PageCounts:
         """What the pages are used for at this moment."""
-        total, lent = len(self._free), int(self._lent.sum())
+        total, lent = len(self._free), self._lent_count
         return PageCounts(
             total=total,
             in_use=total - self._top - lent,
@@ -120,6 +121,7 @@ class PagePool:
                  next="borrow as many pages as the cache grows by")  # fmt: skip
         pages = self._take(count, "a loan")
         self._lent[pages.numpy()] = True
+        self._lent_count += count
         return pages
 
     def reclaim(self, pages: torch.Tensor) -> None:
@@ -130,6 +132,7 @@ class PagePool:
         """
         given = self._numbers(pages)
         self._lent[given] = False
+        self._lent_count -= len(given)
         self._return(given)
 
     def _numbers(self, pages: torch.Tensor) -> npt.NDArray[np.int64]:

@@ -182,7 +182,8 @@ class ResidentPool:
         """
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        self._check_batch(wanted)
+        if any(name not in self._current for name in wanted):  # an engine asks at every step, mostly for the same
+            self._check_batch(wanted)
         for name in wanted:
             if name in self._current:
                 self._current[name] = self._current.pop(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from timeit import repeat
 
 import pytest
 import torch
@@ -118,6 +119,17 @@ def test_the_least_recently_used_goes_first() -> None:
     assert list(pool.resident) == ["t3", "t1", "t4"]
     pool.ensure(["t3", "t2"])
     assert list(pool.resident) == ["t4", "t3", "t2"]
+
+
+def test_asking_for_what_is_resident_costs_no_more_in_a_large_pool() -> None:
+    """An engine asks for its adapters at every step; a pool of some GB has millions of pages."""
+
+    def seconds(num_pages: int) -> float:
+        pool = pool_of(num_pages, 3)
+        pool.load("t1", image("ia3", 1))
+        return min(repeat(lambda: pool.ensure(["t1"]), number=20, repeat=10))
+
+    assert seconds(2_000_000) < 5 * seconds(2_000)
 
 
 def test_what_a_step_uses_or_a_pin_holds_is_never_evicted() -> None:
