@@ -34,12 +34,12 @@ from scute_compile.runtime_min.step_plan import (
 # Settings with what chose them: ms added per decode step of 20 tenants of Llama-3.1-8B's shapes on an H200.
 RUN_GRANULES = 1792
 """Granules of K per program of the owned shrink: all of `down_proj`'s, 1.21; a quarter of them, 1.26."""
-SHRINK_WARPS, SHRINK_STAGES, OWNED_PROGRAMS = 4, 4, 132 * 16
-"""Warps: 2 give 1.34, 4 give 1.21, 8 give 1.27."""
-ROTATE_BLOCK, ROTATE_GROUPS, ROTATE_WARPS = 256, 2, 2
-"""Columns per program, and threads for each granule of them; one thread gives 1.98, two 1.85;
-four, with half the rows each, 1.78, within the spread of two runs."""
-ROTATE_DEPTH = 16
+SHRINK_WARPS, SHRINK_STAGES, OWNED_PROGRAMS = 4, 3, 132 * 8
+"""Warps: 2 give 1.34, 4 give 1.21, 8 give 1.27. Programs count where a graph is captured for more records than a step
+has: in one for 20 rows of rank 64, twice as many give 1.37 in the place of 1.30."""
+ROTATE_BLOCK, ROTATE_GROUPS, ROTATE_WARPS = 256, 4, 4
+"""Columns per program, and threads for each granule of them: four give 1.62, two 1.71, one 1.83."""
+ROTATE_DEPTH = 8
 """Rows of R on their way per thread; 32 spill registers in Triton 3.6 and give 11.1."""
 PREFILL_COLUMNS, PREFILL_WARPS = 64, 4
 PREFILL_REGISTERS: int | None = 128
@@ -50,16 +50,12 @@ EXPAND_WARPS, SHARED_WARPS, EXPAND_STAGES = 2, 4, 3
 """Warps of steps with owned factors alone: 1 gives 1.31, 2 give 1.21, 4 give 1.24."""
 SHARED_REGISTERS: int | None = 128
 """Five methods: 3.14 with this limit, 3.18 without; programs of owned factors want places beside those of pairs."""
-TALL_COLUMNS, TALL_ROWS, TALL_PROGRAMS = 16, 128, 132 * 16
+TALL_COLUMNS, TALL_ROWS, TALL_PROGRAMS = 16, 128, 132 * 4
 """Tiles of large ranks; with one adapter of rank 256 in the pool, 16 columns give 1.80, 32 give 2.04, 64 give 2.89."""
 SHARED_ROWS = 64
 """Rows of a shared B per product."""
-SHARED_SPLIT = 4
-"""Runs of K of the shared shrink: enough programs, and few partial sums for every program of the expand to add. With 16
-tenants of VeRA 2 give 2.45, 4 give 2.04, 8 give 2.52."""
 SHARED_STEP = 128
-"""Values of K per product of the shared shrink; 256 give 1.98 in the place of 2.27 for VeRA alone, but their shared
-memory keeps programs of owned factors out."""
+"""Values of K per product and warp of the shared shrink; with 16 tenants of VeRA 64 give 1.91, 128 give 1.62."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +73,15 @@ def owned_split(k: int, values: int) -> _Split:
     granules = -(-k // values)
     parts = -(-granules // RUN_GRANULES)
     return _Split(parts, triton.next_power_of_2(-(-granules // parts)))
+
+
+def shared_split(k: int) -> int:
+    """Return runs of K of the shared shrink: every program of the expand adds their sums.
+
+    With 16 tenants of VeRA on an H200, 2 runs of 4096 give 2.00 ms added per step, 4 give 2.39 and 1 gives 2.17; of
+    14336, 4 runs give 2.00 and 8 give 2.10.
+    """
+    return 2 if k <= 8192 else 4
 
 
 def held_ranks(capacity: Capacity) -> int:
@@ -154,7 +159,7 @@ def _buffers(x: torch.Tensor, gemm: Gemm, step: StepRegions, features: Features)
     pairs = capacity.tokens * held_ranks(capacity) if features.shared and not features.prefill else 0
     return (
         x.new_empty(parts * slices * capacity.ranks, dtype=torch.float32),
-        x.new_empty(slices * SHARED_SPLIT * pairs, dtype=torch.float32),
+        x.new_empty(slices * shared_split(k) * pairs, dtype=torch.float32),
     )
 
 
@@ -173,15 +178,15 @@ def _shrink(
         )  # fmt: skip
         return
     split = owned_split(k, values)
-    shared_programs = features.shared_programs * SHARED_SPLIT if features.shared else 0
+    shared_programs = features.shared_programs * shared_split(k) if features.shared else 0
     owned_units = features.programs * slices * split.parts if features.owned else 0
     shrink_kernel[(max(1, shared_programs + min(owned_units, OWNED_PROGRAMS)),)](
         x, h, hs, pool.shared, pool.pages, pool.page_map, pool.directory, region("work"), region("swork"),
         region("pair_rows"), region("pair_slots"), region("pair"), sites,
         gemm.first_site, capacity.ranks, shared_programs, owned_units,
-        K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=SHARED_SPLIT,
-        BLOCK_K=SHARED_STEP, VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS, HS_ROWS=capacity.tokens,
-        HS_RANKS=held_ranks(capacity), HAS_OWNED=features.owned, HAS_SHARED=features.shared,
+        K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=shared_split(k),
+        BLOCK_K=SHARED_STEP, LANES=SHRINK_WARPS, VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS,
+        HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), HAS_OWNED=features.owned, HAS_SHARED=features.shared,
         PDL=starts_early(x.device), num_warps=SHRINK_WARPS, num_stages=SHRINK_STAGES, **_early(x),
     )  # fmt: skip
 
@@ -238,7 +243,7 @@ def _expand(
         y, h, hs, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("segment"),
         region("tall"), region("block"), region("pair_rows"), region("pair_slots"), region("pair"),
         region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens, shared, tall,
-        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, SPLIT_S=SHARED_SPLIT,
+        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, SPLIT_S=shared_split(k),
         BLOCK_N=block_n, ROWS=WIDE_RANK, BLOCK_N_TALL=TALL_COLUMNS, BLOCK_R_TALL=TALL_ROWS,
         BLOCK_N_S=columns, BLOCK_R_S=rows, WRITTEN=PAIR_RANKS, BLOCK_T=PAIR_TOKENS,
         HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), VALUES=pool.values, HAS_SHARED=features.shared,

@@ -173,6 +173,7 @@ def _decode(
             if rank > WIDE_RANK:
                 tall += record
             position += rank
+    work[3::4] = [len(work) // 4] * (len(work) // 4)
     return {
         "work": work,
         "segment": segment,

@@ -72,7 +72,7 @@ def _owned(
 def _shared(
     work, x_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, pair_rows_ptr,
     pair_slots_ptr, pair_ptr, sites, first_site,
-    K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
+    K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,8 @@ def _shared(
     a_start = tl.max(origin)
     if a_start >= 0:  # a site that no tenant adapts costs nothing
         a_first, a_stride = a_start.to(tl.int64) * VALUES, tl.max(stride) * VALUES
-        RUN: tl.constexpr = ((K + SPLIT - 1) // SPLIT + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+        STRIDE: tl.constexpr = LANES * BLOCK_K
+        RUN: tl.constexpr = ((K + SPLIT - 1) // SPLIT + STRIDE - 1) // STRIDE * STRIDE
         rows = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
         scales = ()
         for which in tl.static_range(SLICES):  # before the products, whose time hides the chain of loads
@@ -110,17 +111,20 @@ def _shared(
             at = tl.max_contiguous(tl.multiple_of(at, [1, 1, VALUES]), [1, 1, VALUES])
             d = tl.load(pages_ptr + at, mask=has_d[:, :, None], other=1.0)
             scales = scales + (tl.reshape(d, [BLOCK_T, BLOCK_R]),)
-        total = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-        for step in range(0, RUN, BLOCK_K):
-            k = part * RUN + step + tl.arange(0, BLOCK_K)
+        lanes = tl.arange(0, LANES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        sums = tl.zeros([LANES, BLOCK_T, BLOCK_R], dtype=tl.float32)
+        for step in range(0, RUN, STRIDE):
+            k = part * RUN + step + lanes
             x = tl.load(
-                x_ptr + token.to(tl.int64)[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0
-            )
-            a = tl.load(
-                shared_ptr + a_first + rows[None, :] * a_stride + k[:, None],
-                mask=(rows < rank)[None, :] & (k < K)[:, None], other=0.0, eviction_policy="evict_last",
+                x_ptr + token.to(tl.int64)[None, :, None] * K + k[:, None, :],
+                mask=held[None, :, None] & (k < K)[:, None, :], other=0.0,
             )  # fmt: skip
-            total = tl.dot(x, a, total, input_precision="ieee")
+            a = tl.load(
+                shared_ptr + a_first + rows[None, None, :] * a_stride + k[:, :, None],
+                mask=(rows < rank)[None, None, :] & (k < K)[:, :, None], other=0.0, eviction_policy="evict_last",
+            )  # fmt: skip
+            sums = tl.dot(x, a, sums, input_precision="ieee")
+        total = tl.sum(sums, axis=0)
         if PDL:
             tlc.gdc_wait()
         for which in tl.static_range(SLICES):
@@ -139,29 +143,34 @@ def shrink_kernel(
     pair_rows_ptr, pair_slots_ptr, pair_ptr, sites, first_site, h_capacity, shared_programs,
     owned_units,
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    SPLIT_S: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    SPLIT_S: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, VALUES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr, HAS_OWNED: tl.constexpr, HAS_SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """See `scute_compile.runtime_min.reference.shrink`. One record of work per program, the longer shared ones first.
 
-    Only where a captured graph is made for very many records, programs take several.
+    Only where there are very many records, or a captured graph is made for so many, programs take several.
     """
     if PDL:
         tlc.gdc_launch_dependents()  # the expand may load its own factors meanwhile; it waits for all of this grid
     work = tl.program_id(0)
     if work >= shared_programs:
         if HAS_OWNED:
-            for unit in range(work - shared_programs, owned_units, tl.num_programs(0) - shared_programs):
+            unit = work - shared_programs
+            end = owned_units
+            while unit < end:
+                # a record says how many there are: a step often has fewer than its graph was captured for
+                end = tl.load(work_ptr + unit // (SPLIT * SLICES) * 4 + 3) * (SPLIT * SLICES)
                 _owned(
                     unit, x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, sites, first_site, h_capacity,
                     K, SLICES, SPLIT, ROWS, STEP, VALUES, PDL,
                 )  # fmt: skip
+                unit += tl.num_programs(0) - shared_programs
     elif HAS_SHARED:
         _shared(
             work, x_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, pair_rows_ptr,
             pair_slots_ptr, pair_ptr, sites, first_site,
-            K, SLICES, SPLIT_S, BLOCK_K, VALUES, BLOCK_T, BLOCK_R, HS_ROWS, HS_RANKS, PDL,
+            K, SLICES, SPLIT_S, BLOCK_K, LANES, VALUES, BLOCK_T, BLOCK_R, HS_ROWS, HS_RANKS, PDL,
         )  # fmt: skip
     if PDL:
         tlc.gdc_wait()  # also where there was no work: the expand relies on the GEMM before this grid having ended
