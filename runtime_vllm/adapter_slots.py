@@ -14,6 +14,7 @@ from scute_compile.runtime_min.image import AdapterImage
 from scute_compile.runtime_min.record import GRANULE_BYTES, PAGE_BYTES, SiteSlot, granules, pages_of
 from scute_compile.runtime_min.resident_pool import ResidentPool
 from scute_compile.runtime_min.step_form import Gemm
+from scute_compile.runtime_vllm import graph_kinds
 from scute_compile.runtime_vllm.engine_base import EngineBase
 from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
 from scute_compile.runtime_vllm.layers import AdaptedLinear, Attachment
@@ -73,6 +74,7 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         )  # fmt: skip
         self.steps = EngineSteps(self.pool, limits)
         self._attach()
+        graph_kinds.install()
         logger.info("%s", pool_report(self))
 
     @property
@@ -151,6 +153,7 @@ class AdapterSlots(LRUCacheLoRAModelManager):
             self._last_mapping = None
             self._written = self._epoch
         super().set_adapter_mapping(mapping)
+        self.steps.current = True
 
     def _set_adapter_mapping(self, mapping: Any) -> None:
         super()._set_adapter_mapping(mapping)

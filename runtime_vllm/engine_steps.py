@@ -53,6 +53,8 @@ class EngineSteps:
         self._lease: Lease | None = None
         self.rehearsing = False
         """Whether the engine's adapters are stand-ins: it measures its memory, or warms up what it will capture."""
+        self.current = False
+        """Whether what is written is the step that the engine prepares now, and not the one before."""
 
     def write(self, names: Sequence[str | None]) -> None:
         """Give each row of the next steps an adapter of the pool; adapters are held until the next call.
@@ -100,6 +102,13 @@ class EngineSteps:
         """Whether any row of the current step has an adapter."""
         return self._lease is not None
 
+    @property
+    def plain(self) -> bool:
+        """Whether the step that the engine prepares now needs no shared pair and turns no input."""
+        plans = [plan for plan in self._plans.values() if plan is not None]
+        written = self.current and not self.rehearsing and self.adapted() and bool(plans)
+        return written and not any(plan.shared or plan.rotated for plan in plans)
+
     def rehearses(self, rows: int) -> bool:
         """Whether a call with `rows` rows should do all that any step of so many rows may need.
 
@@ -112,12 +121,13 @@ class EngineSteps:
         """Whether a layer that is called with `rows` rows sees every token of the current step."""
         return self._plans[rows > self.limits.max_rows] is not None and self._tokens <= rows
 
-    def form(self, rows: int, *, fixed: bool) -> tuple[StepBuffers, Features]:
+    def form(self, rows: int, *, fixed: bool, plain: bool = False) -> tuple[StepBuffers, Features]:
         """Return the buffers and the features for a layer that is called with `rows` rows.
 
         Args:
             rows: Of the call, which may be padded.
             fixed: Whether the call is being captured, and so must do what any later step of so many rows may need.
+            plain: Whether only plain steps will run what is captured.
 
         Raises:
             ScuteError: SC703 when the step was written for more rows than the layer sees.
@@ -130,23 +140,26 @@ class EngineSteps:
                 expected="layers that see every token of the step",
                 next="report the model; adapters can't be served on it this way",
             )  # fmt: skip
-        most = self._most(rows, prefill=prefill)
-        return buffers, most if fixed else _as_rehearsed(features_of(plan, whole_granules=True), most)
+        if fixed:
+            return buffers, self._most(rows, prefill=prefill, plain=plain)
+        features = features_of(plan, whole_granules=True)
+        most = self._most(rows, prefill=prefill, plain=not (features.shared or features.rotated))
+        return buffers, _as_rehearsed(features, most)
 
     def rehearsal(self, rows: int) -> tuple[StepBuffers, tuple[Features, ...]]:
         """Return the buffers, and what kernels must have been compiled for before an engine answers anybody.
 
         What a step needs chooses among a kernel's variants, and a variant that is compiled while requests wait holds
-        all of them up for seconds. So eager steps keep to few: whether inputs are turned is the only choice.
+        all of them up for seconds. So steps keep to two: plain ones, and all others.
 
         Args:
             rows: Of the call that rehearses.
         """
         buffers, most = self.form(rows, fixed=True)
-        return buffers, (dataclasses.replace(most, rotated=0), most) if most.rotated and most.prefill else (most,)
+        return buffers, (self.form(rows, fixed=True, plain=True)[1], most)
 
-    def _most(self, rows: int, *, prefill: bool) -> Features:
-        """Return what any step of so many rows may need."""
+    def _most(self, rows: int, *, prefill: bool, plain: bool) -> Features:
+        """Return what any step of so many rows may need, or any plain one."""
         buffers = self.buffers[prefill]
         capacity = dataclasses.replace(
             buffers.capacity,
@@ -154,12 +167,13 @@ class EngineSteps:
             ranks=buffers.capacity.ranks // buffers.capacity.tokens * rows,
             rotated=rows if self.limits.rotations else 0,
         )
-        return fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True)
+        most = fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True)
+        return dataclasses.replace(most, shared=False, rotated=0, shared_programs=0, blocks=0) if plain else most
 
 
 def _as_rehearsed(features: Features, most: Features) -> Features:
     """Return a step's features, with those that choose another variant of a kernel as in the rehearsal."""
-    rotated = features.rotated if features.prefill else max(features.rotated, min(1, most.rotated))
+    rotated = max(features.rotated, min(1, most.rotated))
     return dataclasses.replace(features, owned=most.owned, shared=most.shared, tall=most.tall, rotated=rotated)
 
 

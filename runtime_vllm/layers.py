@@ -31,6 +31,7 @@ from vllm.model_executor.layers.linear import (
 
 from scute_compile.runtime_min import ops
 from scute_compile.runtime_min.step_form import Gemm, PoolTensors
+from scute_compile.runtime_vllm.graph_kinds import captures_plain
 
 if TYPE_CHECKING:
     from scute_compile.runtime_vllm.engine_steps import EngineSteps
@@ -163,7 +164,8 @@ class AdaptedLinear:
             if rehearsed:
                 buffers, variants = held.steps.rehearsal(len(flat))
             else:
-                buffers, features = held.steps.form(len(flat), fixed=captured)
+                plain = captured and captures_plain(get_forward_context(), held.steps.slots)
+                buffers, features = held.steps.form(len(flat), fixed=captured, plain=plain)
                 variants = (features,)
             pool = _tensors(held.steps)
             late = None if self.own_forward else bias

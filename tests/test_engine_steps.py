@@ -67,6 +67,20 @@ def _variant(features: Features) -> tuple[bool, ...]:
 @pytest.mark.parametrize("rows", [5, 20])
 @pytest.mark.parametrize("rotations", [True, False])
 def test_eager_steps_need_no_kernel_that_the_rehearsal_did_not_compile(rotations: bool, rows: int) -> None:
+    steps = _five_methods(rotations=rotations)
+    methods = steps.pool.names
+    seen = set()
+    for mix in ((methods[0],), *((one, None) for one in methods), methods):
+        steps.write([mix[row % len(mix)] for row in range(rows)])
+        _, rehearsed = steps.rehearsal(rows)
+        _, features = steps.form(rows, fixed=False)
+        assert _variant(features) in {_variant(one) for one in rehearsed}
+        seen.add(_variant(features))
+    steps.release()
+    assert len(seen) == 2
+
+
+def _five_methods(*, rotations: bool) -> EngineSteps:
     sites = sites_of(Shape(hidden=64, keys=32, inner=128, layers=1))
     pool = ResidentPool(
         sites, num_pages=300, slots=4, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=1
@@ -78,13 +92,24 @@ def test_eager_steps_need_no_kernel_that_the_rehearsal_did_not_compile(rotations
             method, tenant(method, sites, torch.float32, rank=4, block=8, pair=pair if method == "vera" else None)
         )
     limits = StepLimits(max_tokens=64, max_rows=8, max_rank=32, pair_rank=16, rotations=rotations)
-    steps = EngineSteps(pool, limits)
-    seen = set()
-    for mix in ((methods[0],), *((one, None) for one in methods), methods):
-        steps.write([mix[row % len(mix)] for row in range(rows)])
-        _, rehearsed = steps.rehearsal(rows)
-        _, features = steps.form(rows, fixed=False)
-        assert _variant(features) in {_variant(one) for one in rehearsed}
-        seen.add(_variant(features))
+    return EngineSteps(pool, limits)
+
+
+def test_steps_are_plain_while_none_of_their_adapters_needs_more() -> None:
+    steps = _five_methods(rotations=True)
+    for mix, plain in ((("lora",), True), (("ia3", None), True), (("vera", "lora"), False), (("oft",), False)):
+        steps.write(mix)
+        steps.current = True
+        assert steps.plain is plain
+        _, features = steps.form(len(mix), fixed=True, plain=True)
+        assert (features.shared, features.rotated, features.blocks) == (False, 0, 0)
+        _, features = steps.form(len(mix), fixed=True)
+        assert features.shared
+        assert features.rotated
+    steps.write(("lora",))
+    assert steps.plain
+    steps.current = False
+    assert not steps.plain, "what is written may be the step before"
+    steps.current, steps.rehearsing = True, True
+    assert not steps.plain, "stand-ins are empty, and steps to come may not be"
     steps.release()
-    assert len(seen) == (2 if rotations and rows > limits.max_rows else 1)

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from vllm import LLM, SamplingParams
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.lora.request import LoRARequest
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 Json = Any
 IN_ONE_PROCESS = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
@@ -156,6 +158,26 @@ class Commands:
         steps = runner.lora_manager._adapter_manager.steps
         runner._dummy_run(tokens, num_active_loras=adapters, remove_lora=False)
         return [steps.adapted(), steps.rehearses(tokens)]
+
+    def graphs(self, rows: list[Json], tokens: int) -> Json:
+        """Answer rows; return for how many active adapters the graph of each step would be, were there any here."""
+        dispatcher, chosen = self._runner().cudagraph_dispatcher, []
+        config = dispatcher.compilation_config
+        config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = [1, 2, 4, 8], 8
+        gpu = CudagraphDispatcher(dispatcher.vllm_config)
+        gpu.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY)
+        dispatch = dispatcher.dispatch
+
+        def noted(*args: Json, **named: Json) -> Json:
+            chosen.append(gpu.dispatch(*args, **named)[1].num_active_loras)
+            return dispatch(*args, **named)
+
+        dispatcher.dispatch = noted
+        try:
+            self.generate(rows, tokens)
+        finally:
+            del dispatcher.dispatch
+        return [chosen, sorted({one.num_active_loras for one in gpu.cudagraph_keys[CUDAGraphMode.FULL]})]
 
     def end_of_rehearsals(self) -> Json:
         """Remove the stand-ins, as vLLM does after captures: whether steps are still taken for rehearsals."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,22 @@ def test_steps_after_captures_are_ordinary_ones(engine: Engine, llama: Tenants) 
     engine.ask("end_of_rehearsals")
     llama.assert_served(engine, *names)
     llama.assert_served(engine, None, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "graph"),
+    [
+        (("lora", "dora", "ia3"), SLOTS + 2),  # plain steps have graphs of their own
+        (("lora", "vera", None), SLOTS + 1),
+        (("dora", None), SLOTS + 2),  # after a step that was not plain
+        (("oft",), SLOTS + 1),
+        ((None, None), 0),
+    ],
+)
+def test_a_step_goes_to_the_graph_that_holds_what_it_needs(
+    names: tuple[str | None, ...], graph: int, engine: Engine, llama: Tenants
+) -> None:
+    rows = [asdict(llama.row(name, place)) for place, name in enumerate(names)]
+    chosen, kinds = engine.ask("graphs", rows=rows, tokens=4)
+    assert kinds == [0, SLOTS + 1, SLOTS + 2]
+    assert chosen[-3:] == [graph] * 3
