@@ -47,6 +47,9 @@ ENGINES = (
         "base": (), "stock folders": ("folder:lora",), "lora": ("lora",), "dora": ("dora",), "ia3": ("ia3",),
         "oft": ("oft",), "vera": ("vera",), "without vera": WITHOUT_VERA, "five methods": MIXED,
         "lora and one of rank 64": ("lora-64", *["lora"] * 1000)}),
+    Engine(name="plugin, ranks up to 16", plugin=True, max_rank=16, mixes={
+        "base": (), "stock folders": ("folder:lora",), "lora": ("lora",), "dora": ("dora",),
+        "without vera": WITHOUT_VERA, "five methods": MIXED}),
 )  # fmt: skip
 
 
@@ -151,9 +154,9 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
             name = adapters[row % len(adapters)]
             folder = chosen.work / ("folders" if name.startswith("folder:") else "store") / name.removeprefix("folder:")
             requests[row] = LoRARequest(f"{name}-{serial}", serial, str(folder))
-        seconds(short, requests)
+        first = seconds(short, requests)  # with loading
         times = [(seconds(long, requests) - seconds(short, requests)) / (long - short) for _ in range(tries)]
-        row_out = {"engine": engine.name, "mix": mix, "ms": round(min(times) * 1e3, 3)}
+        row_out = {"engine": engine.name, "mix": mix, "ms": round(min(times) * 1e3, 3), "first_s": round(first, 2)}
         sys.stdout.write("ROW " + json.dumps(row_out) + "\n")
         sys.stdout.flush()
         with (chosen.work / "rows.jsonl").open("a") as kept:  # what a run that is cut off had found

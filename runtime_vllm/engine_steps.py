@@ -16,7 +16,7 @@ from scute_compile.diagnostics import fail
 from scute_compile.runtime_min.resident_pool import ResidentPool
 from scute_compile.runtime_min.residents import Lease
 from scute_compile.runtime_min.step_form import Features, features_of, fixed_features
-from scute_compile.runtime_min.step_plan import Capacity, StepBuffers, StepPlan, plan_step
+from scute_compile.runtime_min.step_plan import WIDE_RANK, Capacity, StepBuffers, StepPlan, plan_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +168,8 @@ class EngineSteps:
             rotated=rows if self.limits.rotations else 0,
         )
         most = fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True)
+        if self.limits.max_rank <= WIDE_RANK:
+            most = dataclasses.replace(most, tall=0)
         return dataclasses.replace(most, shared=False, rotated=0, shared_programs=0, blocks=0) if plain else most
 
 

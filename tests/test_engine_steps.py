@@ -80,7 +80,7 @@ def test_eager_steps_need_no_kernel_that_the_rehearsal_did_not_compile(rotations
     assert len(seen) == 2
 
 
-def _five_methods(*, rotations: bool) -> EngineSteps:
+def _five_methods(*, rotations: bool, max_rank: int = 32) -> EngineSteps:
     sites = sites_of(Shape(hidden=64, keys=32, inner=128, layers=1))
     pool = ResidentPool(
         sites, num_pages=300, slots=4, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=1
@@ -91,7 +91,7 @@ def _five_methods(*, rotations: bool) -> EngineSteps:
         pool.load(
             method, tenant(method, sites, torch.float32, rank=4, block=8, pair=pair if method == "vera" else None)
         )
-    limits = StepLimits(max_tokens=64, max_rows=8, max_rank=32, pair_rank=16, rotations=rotations)
+    limits = StepLimits(max_tokens=64, max_rows=8, max_rank=max_rank, pair_rank=16, rotations=rotations)
     return EngineSteps(pool, limits)
 
 
@@ -113,3 +113,11 @@ def test_steps_are_plain_while_none_of_their_adapters_needs_more() -> None:
     steps.current, steps.rehearsing = True, True
     assert not steps.plain, "stand-ins are empty, and steps to come may not be"
     steps.release()
+
+
+def test_engines_of_small_ranks_launch_nothing_for_large_ones() -> None:
+    for max_rank, tall in ((16, False), (17, True)):
+        steps = _five_methods(rotations=False, max_rank=max_rank)
+        steps.write(["lora"] * 8)
+        assert all(bool(steps.form(8, fixed=fixed)[1].tall) is tall for fixed in (True, False))
+        steps.release()
