@@ -28,7 +28,7 @@ from scute_compile.formats.manifest import (
     SiteRecord,
     manifest_digest,
 )
-from scute_compile.formats.reading import opened, read_object
+from scute_compile.formats.reading import exists, opened, read_object
 from scute_compile.formats.safetensors_file import TensorEntry, read_header
 from scute_compile.formats.safetensors_writer import sha256_of
 
@@ -117,7 +117,7 @@ def _open(path: Path | str, folder: Path, identity: Identity, *, verify_hashes: 
         fail(
             Code.SC601,
             where=str(path),
-            found=f"no {MANIFEST}",
+            found=f"no {MANIFEST}" if exists(folder) else "no folder of that name",
             expected="the folder of an artifact, as `scute compile` writes it",
             next="pass the artifact's folder and not its store, or compile the adapter first",
         )

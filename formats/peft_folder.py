@@ -9,8 +9,10 @@ from types import MappingProxyType
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import Findings, ScuteError, fail
+from scute_compile.formats.artifact import MANIFEST, is_artifact
+from scute_compile.formats.base_checkpoint import CONFIG as MODEL_CONFIG
 from scute_compile.formats.hub import Repository, find_repository, looks_like_id
-from scute_compile.formats.reading import names_in, read_object
+from scute_compile.formats.reading import exists, names_in, read_object
 from scute_compile.formats.safetensors_file import TensorEntry, read_header
 
 CONFIG = "adapter_config.json"
@@ -56,7 +58,7 @@ def open_adapter(source: str) -> AdapterFolder:
     if source and path.is_dir():  # the empty path would be the working directory
         _check_files(source, names_in(path), subfolders_with_config(path))
         return _read_folder(path, path.resolve().name or "adapter")
-    if source and _exists(path):
+    if source and exists(path):
         fail(
             Code.SC101,
             where=source,
@@ -79,14 +81,7 @@ def open_adapter(source: str) -> AdapterFolder:
 
 def subfolders_with_config(folder: Path) -> tuple[str, ...]:
     """Return the names of the folders right below that hold an adapter: PEFT saves every adapter but the default so."""
-    return tuple(name for name in names_in(folder) if _exists(folder / name / CONFIG))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a folder on the way may not be searched; opening it later says so
-        return False
+    return tuple(name for name in names_in(folder) if exists(folder / name / CONFIG))
 
 
 def _subfolders_in(repository: Repository) -> tuple[str, ...]:
@@ -112,6 +107,7 @@ def _check_files(source: str, names: tuple[str, ...], subfolders: tuple[str, ...
                 else "download the repository and pass that subfolder"
             ),
         )
+    _refuse_other_kinds(source, names)
     findings = Findings()
     if CONFIG not in names:
         findings.error(
@@ -140,6 +136,26 @@ def _check_files(source: str, names: tuple[str, ...], subfolders: tuple[str, ...
     if CONFIG in names and (Path(source) / CONFIG).is_file():
         _read_config(Path(source) / CONFIG, findings)
     findings.raise_if_errors()
+
+
+def _refuse_other_kinds(source: str, names: tuple[str, ...]) -> None:
+    """Name what else of a user's folders it is: an artifact, a store of artifacts, or a base model."""
+    if {CONFIG, WEIGHTS, PICKLE} & set(names):
+        return
+    artifacts = tuple(name for name in names if is_artifact(Path(source) / name))
+    if MANIFEST in names:
+        found, way = "an artifact, which is compiled already", "pass the PEFT folder that it was compiled from"
+    elif artifacts:
+        found = f"a store with the artifacts {_listed(artifacts)}"
+        way = f"pass an adapter's folder, or one artifact to a command that takes them: {Path(source) / artifacts[0]}"
+    elif MODEL_CONFIG in names:
+        found, way = (
+            f"a model's {MODEL_CONFIG} and no {CONFIG}",
+            "pass the adapter's folder here, and the model with --base",
+        )
+    else:
+        return
+    fail(Code.SC107, where=source, found=found, expected=f"{CONFIG} and {WEIGHTS}", next=way)
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -41,6 +41,14 @@ def file_size(file: FileIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is a file or a folder; what can't be looked at isn't there, and opening it says why."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a folder on the way may not be searched; names too long, or with a zero byte
+        return False
+
+
 def names_in(folder: Path) -> tuple[str, ...]:
     """Return the names in a folder, sorted.
 

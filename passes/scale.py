@@ -68,6 +68,8 @@ def scale(program: Program) -> Program:
     for site in program.sites:
         for norm in column_norms([site]):
             plan = plan_norm(norm)
+            tiles = len(list(plan.tiles()))
+            height = min(plan.rows_per_tile, plan.rows)
             notes.append(
                 Note(
                     site=site.name,
@@ -75,7 +77,7 @@ def scale(program: Program) -> Program:
                     action=Action.PLANNED,
                     rule="s = m / colnorm(W + c A B)",
                     neighbours=(("W", Owner.BASE),),
-                    why=f"streamed in {len(list(plan.tiles()))} tiles of {plan.rows_per_tile} x {plan.row_width} "
+                    why=f"streamed in {tiles} {'tile' if tiles == 1 else 'tiles'} of {height} x {plan.row_width} "
                     "weights",
                 )
             )

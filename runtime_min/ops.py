@@ -107,7 +107,7 @@ def _(
     except ModuleNotFoundError as error:
         fail(
             Code.SC701, where="the runtime on a GPU", found=f"no module named {error.name!r}", expected="triton",
-            next="pip install 'scute[runtime]', or serve on the CPU",
+            next="`pip install triton`, or serve on the CPU",
         )  # fmt: skip
     tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
     regions = StepRegions(capacity_of(capacity), step)

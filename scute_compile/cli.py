@@ -80,7 +80,13 @@ def _version(*, wanted: bool) -> None:
 def _options(
     *,
     version: Annotated[
-        bool, typer.Option("--version", callback=lambda wanted: _version(wanted=wanted), is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            callback=lambda wanted: _version(wanted=wanted),
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
     ] = False,
 ) -> None:
     del version
@@ -183,7 +189,7 @@ def explain_folds(
 
 @app.command()
 def verify(
-    artifact: Annotated[str, typer.Argument(help="An artifact's folder.")],
+    artifact: Annotated[str, typer.Argument(metavar="ARTIFACT", help="An artifact's folder.")],
     *,
     adapter: Annotated[str, typer.Option("--adapter", help="The PEFT folder that it was compiled from.")],
     base: Base = None,
@@ -205,9 +211,9 @@ def verify(
 def cost(
     *,
     model: Annotated[str, typer.Option(help="A model's name, folder or Hub id.")] = "llama-3.1-8b",
-    tenants: Tenants = 16,
+    tenants: Annotated[int, typer.Option(min=1, help="Distinct adapters in a decode step.")] = 16,
     tokens: Annotated[int | None, typer.Option(min=1, help="Rows per step. Default: one per tenant.")] = None,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto is float16.")] = "float16",
     rank: Annotated[int, typer.Option(help="Rank of LoRA, DoRA and AdaLoRA.")] = 16,
     vera_rank: Annotated[int, typer.Option(help="Rank of VeRA's shared pair.")] = 256,
     oft_block: Annotated[int, typer.Option(help="OFT's block size.")] = 32,

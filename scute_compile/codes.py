@@ -42,7 +42,10 @@ class Code(Enum):
     )
     SC107 = ("a file is missing", "A folder lacks a file that its kind must have.")
     SC108 = ("the JSON is not readable", "A configuration or index file is no valid JSON, or no JSON object.")
-    SC109 = ("the file could not be read", "The operating system refused to read or write a file.")
+    SC109 = (
+        "the file could not be read or written",
+        "The operating system refused to read or write a file or a folder.",
+    )
     SC110 = ("a tensor's dtype is not served", "Adapters and bases hold float32, bfloat16, float16 or float64 numbers.")
     SC201 = (
         "not a PEFT configuration",

@@ -41,7 +41,7 @@ def compile_adapters(
     done: dict[int, Outcome] = {}
     for base_source, positions in _by_base(sources, base, done).items():
         try:
-            opened = open_model(base_source, weights=True)
+            opened = _open_base(base_source, base, weights=True)
         except ScuteError as error:
             if base is not None or len(sources) == 1:
                 raise
@@ -91,6 +91,18 @@ def _own_base(source: str) -> str:
         fail(Code.SC406, where=source, found=f"base_model_name_or_path = {said!r} and no --base",
              expected="a base model", next="pass the base with --base")  # fmt: skip
     return said
+
+
+def _open_base(source: str, given: str | None, *, weights: bool) -> OpenBase:
+    """Open a base; where it isn't there, say that the adapter named it, if nobody else did."""
+    try:
+        return open_model(source, weights=weights)
+    except ScuteError as error:
+        if given is not None:
+            raise
+        way = "; the adapter names this base, and --base can name another place"
+        lost = (replace(one, next=one.next + way) if one.code is Code.SC401 else one for one in error.diagnostics)
+        raise ScuteError(lost) from None
 
 
 def _without_clashes(planned: Mapping[int, Planned]) -> dict[int, Planned]:
@@ -159,7 +171,7 @@ def check_paths(
 
     def model(source: str) -> OpenBase:
         if source not in opened:
-            opened[source] = open_model(source, weights=False)
+            opened[source] = _open_base(source, base, weights=False)
         return opened[source]
 
     outcomes = []
@@ -215,7 +227,7 @@ def explain_path(source: str, base: str | None, asked: Asked, site: str | None) 
 
     if is_artifact(source):
         return explain_artifact(_opened_as_asked(source, base, asked), site)
-    opened = open_model(_own_base(source) if base is None else base, weights=False)
+    opened = _open_base(_own_base(source) if base is None else base, base, weights=False)
     return explain_program(_servable(plan(source, opened, asked.target)), site)
 
 
@@ -230,8 +242,7 @@ def verify_artifact(source: str, adapter: str, base: str | None, tokens: int) ->
     from scute_compile.verify_report import verify
 
     artifact = open_artifact(source)
-    base_source = base or _own_base(adapter)
-    opened = open_model(base_source, weights=True)
+    opened = _open_base(_own_base(adapter) if base is None else base, base, weights=True)
     wrong = other_base(artifact, opened)
     if wrong:
         raise ScuteError(wrong)
@@ -290,7 +301,7 @@ def run_prompts(
     except ModuleNotFoundError as error:
         fail(
             Code.SC701, where="run", found=f"no module named {error.name!r}", expected="torch and transformers",
-            next="pip install scute (the full install), or run on another machine",
+            next="`pip install torch peft`, or run on another machine",
         )  # fmt: skip
     if opened.checkpoint.path is None:
         raise AssertionError(base)

@@ -217,9 +217,9 @@ def _require_in_range(workload: Workload, sizes: Sizes, mix: Mapping[Method, int
         if value < 1:
             _out_of_range(findings, where, value, "at least 1")
     if not 0 < workload.bandwidth < float("inf"):
-        _out_of_range(findings, "--bandwidth", workload.bandwidth, "bytes per second above 0")
+        _out_of_range(findings, "--bandwidth", workload.bandwidth / 1e9, "GB/s above 0")
     if not 0 <= workload.launch < float("inf"):
-        _out_of_range(findings, "--launch", workload.launch, "seconds, 0 or more")
+        _out_of_range(findings, "--launch", workload.launch * 1e6, "microseconds, 0 or more")
     for method, count in mix.items():
         if count < 0:
             _out_of_range(findings, f"--mix {method}", count, "0 or more")

@@ -166,7 +166,7 @@ def _check_packages() -> None:
     except ModuleNotFoundError as error:
         fail(
             Code.SC701, where="demo", found=f"no module named {error.name!r}", expected="torch, transformers and peft",
-            next="pip install scute (the full install); check, inspect, explain-folds and cost work without",
+            next="`pip install torch peft`; check, inspect, explain-folds and cost work without",
         )  # fmt: skip
     del peft, torch, transformers
 
@@ -181,7 +181,7 @@ def _folder(out: Path | None) -> Iterator[Path]:
         out.mkdir(parents=True, exist_ok=True)
         held = next(out.iterdir(), None)
     except OSError as error:
-        fail(Code.SC109, where=str(out), found=str(error), expected="a folder that can be written",
+        fail(Code.SC109, where=str(out), found=error.strerror or str(error), expected="a folder that can be written",
              next="choose another folder")  # fmt: skip
     if held is not None:
         fail(Code.SC703, where="--out", found=f"`{out}` holds `{held.name}` already", expected="a new or empty folder",

@@ -78,7 +78,8 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
     if checkpoint.quantized:
         fail(
             Code.SC404, where=source, found=f"quantization_config: {checkpoint.quantized}",
-            expected="weights in float32, bfloat16 or float16", next="pass the model that was quantized with --base",
+            expected="weights in float32, bfloat16 or float16",
+            next="pass with --base the model that this one was quantized from",
         )  # fmt: skip
     if checkpoint.tensors:
         tensors = {
@@ -174,7 +175,8 @@ def _check_numbers(program: Program, findings: Findings) -> None:
         findings.error(
             Code.SC404, where=site,
             found=f"{len(coded)} base tensors that are needed, such as `{ref.key}` in {ref.dtype}",
-            expected="weights in float32, bfloat16 or float16", next="pass the model that was quantized with --base",
+            expected="weights in float32, bfloat16 or float16",
+            next="pass with --base the model that this one was quantized from",
         )  # fmt: skip
 
 
@@ -242,7 +244,7 @@ def compile_planned(
     except ModuleNotFoundError as error:
         fail(
             Code.SC701, where="compile", found=f"no module named {error.name!r}", expected="torch",
-            next="pip install scute (the full install), or compile on another machine",
+            next="`pip install torch peft`, or compile on another machine",
         )  # fmt: skip
     identity = {"structure": base.structure_hash(), "content": content_hash(base.checkpoint)}
     packages = []

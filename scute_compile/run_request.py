@@ -114,7 +114,8 @@ def parse_request(adapters: Sequence[str], prompts: Sequence[str]) -> RunRequest
         elif name in named:
             findings.error(Code.SC703, where="--adapter", found=f"the name `{name}` twice", expected="one name each",
                            next="choose another name")  # fmt: skip
-        named.setdefault(name, artifact)
+        if name and equals:
+            named.setdefault(name, artifact)
     rows = []
     for word in prompts:
         name, colon, text = word.partition(":")
@@ -128,7 +129,7 @@ def parse_request(adapters: Sequence[str], prompts: Sequence[str]) -> RunRequest
             findings.error(
                 Code.SC802, where=name, found="a prompt for an adapter that isn't given",
                 expected="one of " + ", ".join(f"`{known}`" for known in (*named, BASE)),
-                next=f"add --adapter {name}=ARTIFACT, or correct the name",
+                next=f"add --adapter {name}=ARTIFACT, correct the name, or begin with `:` for the base alone",
             )  # fmt: skip
         rows.append(Prompt(adapter=None if name in ("", BASE) else name, text=text))
     if not rows:

@@ -56,7 +56,8 @@ class VerifyReport:
             code=Code.SC704, where=self.artifact,
             found=f"mean error {self.result.mean_abs_logprob_error:.3g} of an effect of "
             f"{self.result.mean_abs_adapter_effect:.3g}",
-            expected=f"at most {self.allowed:.3g}", next="compile again; if it persists, report it",
+            expected=f"at most {self.allowed:.3g}",
+            next="compile again; if it persists, report it" if not self.notes else self.notes[0].next,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, object]:
@@ -105,7 +106,7 @@ def verify(artifact: Artifact, adapter: str, base: OpenBase, tokens: int) -> Ver
         fail(
             Code.SC701, where="verify", found=f"no module named {error.name!r}",
             expected="torch, transformers and peft",
-            next="pip install scute (the full install), or verify on another machine",
+            next="`pip install torch peft`, or verify on another machine",
         )  # fmt: skip
     if base.checkpoint.path is None:
         raise AssertionError(base.checkpoint.source)

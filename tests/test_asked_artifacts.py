@@ -72,7 +72,9 @@ def test_verify_says_that_the_adapter_changed_since_it_was_compiled(pair: Pair, 
     saved.write(copy)
     trained = scute("verify", artifact, "--adapter", copy, "--base", base, "--tokens", 8, "--json")
     assert trained.code == 1
-    assert [finding["code"] for finding in trained.answer["findings"]] == ["SC609", "SC704"]
+    changed, differs = trained.answer["findings"]
+    assert (changed["code"], differs["code"]) == ("SC609", "SC704")
+    assert differs["next"] == changed["next"]
     saved.tensors = {key: value[:, :3].contiguous() for key, value in saved.tensors.items()}
     saved.write(copy)
     cut = scute("verify", artifact, "--adapter", copy, "--base", base, "--tokens", 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -82,6 +83,24 @@ def test_a_missing_base_is_named(adapter_folder: Adapter) -> None:
     ran = scute("check", adapter_folder("lora", "llama"), "--base", "/no/such/base")
     assert "SC401" in ran.err
     assert "/no/such/base" in ran.err
+
+
+def test_a_missing_base_that_the_adapter_names_can_be_named_anew(adapter_folder: Adapter, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(adapter_folder("lora", "llama"), tmp_path / "moved"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/moved/away"}))
+    for command in (("check",), ("explain-folds",), ("compile", "-o", tmp_path / "store")):
+        ran = scute(*command, adapter)
+        assert (ran.code, "SC401" in ran.err) == (2, True)
+        assert "the adapter names this base, and --base can name another place" in ran.err
+    assert "the adapter names" not in scute("check", adapter, "--base", "/moved/away").err
+
+
+def test_an_artifact_that_is_not_there_is_no_folder(adapter_folder: Adapter, tmp_path: Path) -> None:
+    ran = scute("verify", tmp_path / "none", "--adapter", adapter_folder("lora", "llama"))
+    assert (ran.code, "SC601" in ran.err, "no folder of that name" in ran.err) == (1, True, True)
+    ran = scute("verify", tmp_path, "--adapter", adapter_folder("lora", "llama"))
+    assert (ran.code, "no manifest.json" in ran.err) == (1, True)
 
 
 def test_a_missing_adapter_is_refused_and_named(base_folder: Folder, tmp_path: Path) -> None:

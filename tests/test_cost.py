@@ -174,6 +174,15 @@ def test_numbers_out_of_range_are_refused_all_at_once() -> None:
     assert [d.where for d in caught.value.diagnostics] == ["--tenants", "--rank", "--bandwidth"]
 
 
+def test_numbers_out_of_range_are_shown_in_the_units_that_they_were_given_in() -> None:
+    with pytest.raises(ScuteError) as caught:
+        cost_table(LLAMA, workload=Workload(bandwidth=-680e9, launch=-1e-6))
+    assert [(d.found, d.expected) for d in caught.value.diagnostics] == [
+        ("-680", "GB/s above 0"),
+        ("-1", "microseconds, 0 or more"),
+    ]
+
+
 def test_json_carries_its_version_and_the_tables_numbers() -> None:
     report = cost_table(named_shape("smollm2-135m"), workload=A6000)
     read = json.loads(json.dumps(report.to_json()))

@@ -72,6 +72,14 @@ def test_a_folder_with_files_is_left_alone(kept: tuple[Ran, Path]) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_file_in_the_folders_place_is_said_plainly(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ran = scute("demo", "-o", tmp_path / "file")
+    assert (ran.code, "SC109" in ran.err) == (1, True)
+    assert "File exists" in ran.err
+    assert "Errno" not in ran.err
+
+
 def row(**changes: object) -> DemoRow:
     made = DemoRow(row=0, adapter="dora", merged="c x2", live="s x2", error=1e-6, effect=1.0)
     return replace(made, **changes)  # type: ignore[arg-type] # tests pass one field at a time

@@ -115,6 +115,24 @@ def test_missing_files_are_named(folder: Path) -> None:
     assert codes(folder) == [Code.SC107, Code.SC107]
 
 
+@pytest.mark.parametrize(
+    ("file", "found", "way"),
+    [
+        ("manifest.json", "compiled already", "PEFT folder"),
+        ("legal/manifest.json", "a store with the artifacts legal", "other/legal"),
+        ("config.json", "a model's config.json", "--base"),
+    ],
+)
+def test_another_kind_of_folder_is_called_what_it_is(tmp_path: Path, file: str, found: str, way: str) -> None:
+    other = tmp_path / "other"
+    (other / file).parent.mkdir(parents=True)
+    (other / file).write_text("{}")
+    (said,) = refused(other)
+    assert said.code is Code.SC107
+    assert found in said.found
+    assert way in said.next
+
+
 def test_an_adapter_saved_under_a_name_is_found_in_its_subfolder(folder: Path) -> None:
     inner = folder.parent / "saved" / "legal"
     inner.parent.mkdir()

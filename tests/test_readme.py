@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import subprocess
@@ -108,6 +109,32 @@ def test_the_example_program_serves_every_adapter_of_the_demo(example: tuple[Pat
     said = [line.split() for line in done.stdout.splitlines()]
     assert {line[0] for line in said} == {"base", "lora", "dora", "ia3", "vera", "oft", "adalora"}
     assert len({line[-1] for line in said}) > 1
+
+
+def test_the_served_model_of_the_readme_runs_as_it_stands(example: tuple[Path, DemoReport]) -> None:
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", readme(), re.DOTALL) if " = ServedModel(" in code)
+    (command,) = re.findall(r"`scute (compile [^`]* -o single)`", readme())
+    with contextlib.chdir(example[0]):
+        arguments = [path for word in command.split() for path in sorted(glob.glob(word)) or [word]]  # noqa: PTH207 - as a shell
+    assert scute_process(*arguments, cwd=example[0]).code == 0
+    program = example[0] / "served.py"
+    model = "transformers.AutoModelForCausalLM.from_pretrained('example/base', dtype=torch.float32).eval()"
+    given = f"import torch, transformers\nmodel, ids = {model}, torch.arange(6).repeat(3, 1)\n"
+    program.write_text(f"{given}{block}print(len(set(map(tuple, tokens.tolist()))))\n")
+    done = subprocess.run(
+        [sys.executable, program], cwd=example[0], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3\n"
+
+
+@pytest.mark.parametrize("name", ["mixed_batch.py", "changing_batch.py"])
+def test_an_example_without_its_arguments_says_how_it_is_called(name: str) -> None:
+    program = ROOT / "examples" / name
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert f"python examples/{name} " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_changing_batch_is_the_readmes_and_serves_both_requests(example: tuple[Path, DemoReport]) -> None:

@@ -16,6 +16,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from scute_compile.codes import Code
+from scute_compile.diagnostics import ScuteError
 from scute_compile.run_request import parse_request, shown
 from scute_compile.run_stream import streaming
 from tests.bases import load_base
@@ -101,6 +103,15 @@ def test_a_base_without_a_tokenizer_is_named(base_folder: Callable[[str], Path])
 def test_a_prompt_for_an_adapter_that_is_not_given_is_named(base: Path) -> None:
     ran = scute("run", "--base", base, "--prompt", "nobody:w5", "--prompt", "noform", "--adapter", "half=")
     refused(ran, "SC802", "nobody", "SC703", "noform", "half=")
+
+
+def test_a_colon_in_a_prompt_without_a_name_leads_to_the_way_to_write_it() -> None:
+    with pytest.raises(ScuteError) as caught:
+        parse_request(["store/dora"], ["Question: what?"])
+    form, name = caught.value.diagnostics
+    assert (form.code, name.code) == (Code.SC703, Code.SC802)
+    assert "begin with `:`" in name.next
+    assert "store/dora" not in name.expected
 
 
 def test_a_prompt_that_is_too_long_is_refused(base: Path) -> None:

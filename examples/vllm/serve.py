@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,6 +38,12 @@ def main() -> int:
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=ARTIFACT")
     parser.add_argument("--question", help="the prompt, the same for all")
     given = parser.parse_args()
+    if given.adapter and not given.base:
+        parser.error("--adapter needs --base")
+    if odd := [one for one in given.adapter if not all(one.partition("="))]:
+        parser.error(f"--adapter {odd[0]}: expected NAME=ARTIFACT")
+    if find_spec("vllm") is None:
+        parser.error("vLLM is not installed here; docs/serving.md says how")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends with the script then, too
     with TemporaryDirectory(prefix="scute-vllm-") as temporary:
         folder = Path(temporary)

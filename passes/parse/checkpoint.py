@@ -83,7 +83,7 @@ def front_end_of(config: Mapping[str, object]) -> FrontEnd:
         where="peft_type",
         found=f"peft_type = {config.get('peft_type')!r}",
         expected="one of " + ", ".join(front_end.peft_type for front_end in FRONT_ENDS),
-        next="serve this adapter as a merged model; PEFT's merge_and_unload makes one",
+        next="serve it with PEFT, or as a merged model where PEFT's merge_and_unload can make one",
     )
 
 
