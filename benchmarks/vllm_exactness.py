@@ -52,11 +52,12 @@ def prompts() -> list[list[int]]:
 
 
 def prepare(work: Path, tp: int) -> None:
-    """Write base, adapters, artifacts in both dtypes for `tp` ranks, and what PEFT says of every prompt."""
+    """Write base, adapters, artifacts in every dtype for `tp` ranks, and what PEFT says of every prompt."""
     import transformers
     from peft import PeftModel, get_peft_model
 
     from scute_compile.commands import compile_adapters
+    from scute_compile.formats.artifact_tensors import TORCH_DTYPES
     from scute_compile.target import DType, Target
 
     torch.manual_seed(3)
@@ -69,18 +70,20 @@ def prepare(work: Path, tp: int) -> None:
     def base(dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers' own
         return transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=dtype)
 
-    expected = {"base": {"float32": _says(base(torch.float32)), "bfloat16": _says(base(torch.bfloat16))}}
+    expected = {"base": {dtype.value: _says(base(TORCH_DTYPES[dtype])) for dtype in DType}}
     for number, (name, made) in enumerate(configs().items()):
         model = get_peft_model(base(torch.float32), made())
         _draw(model, number)
         model.save_pretrained(work / "adapters" / name)
         expected[name] = {
-            str(dtype).removeprefix("torch."): _says(
-                PeftModel.from_pretrained(base(dtype), work / "adapters" / name, autocast_adapter_dtype=False).to(dtype)
+            dtype.value: _says(
+                PeftModel.from_pretrained(
+                    base(TORCH_DTYPES[dtype]), work / "adapters" / name, autocast_adapter_dtype=False
+                ).to(TORCH_DTYPES[dtype])
             )
-            for dtype in (torch.float32, torch.bfloat16)
+            for dtype in DType
         }
-        for dtype in (DType.FLOAT32, DType.BFLOAT16):
+        for dtype in DType:
             (outcome,) = compile_adapters(
                 [str(work / "adapters" / name)], str(work / "base"), Target(tp=tp, dtype=dtype), work / dtype.value,
                 name=name, quiet=True,

@@ -1,0 +1,86 @@
+"""Error of the minimal runtime's log-probabilities against PEFT in float32, beside PEFT's own in the same dtype.
+
+    python benchmarks/vllm_exactness.py prepare --work WORK_FOLDER          # needs PEFT
+    python benchmarks/runtime_exactness.py --work WORK_FOLDER --dtype float16
+
+Nine adapters of all five methods and the base, several prompts each, all in one batch of a small random Llama; on a
+GPU its kernels run. Once every prompt is read whole (the prefill form), and once its last token is a decode step of one
+token per row (the decode form). Errors are means over the vocabulary; the effect is the adapter's, against the base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from vllm_exactness import prompts
+
+from scute_compile.runtime_min.served_model import ServedModel
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def answers(served: ServedModel, rows: list[str | None], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return log-probabilities of the next token `(rows, vocabulary)`, by the form of the kernels."""
+    whole = served.forward(ids, adapters=rows).logits[:, -1]
+    cache = transformers.DynamicCache()
+    served.forward(ids[:, :-1], adapters=rows, past_key_values=cache, use_cache=True)
+    last = served.forward(ids[:, -1:], adapters=rows, past_key_values=cache, use_cache=True).logits[:, -1]
+    return {
+        "prefill": torch.log_softmax(whole.double(), -1).cpu(),
+        "decode": torch.log_softmax(last.double(), -1).cpu(),
+    }
+
+
+def measure(work: Path, dtype: str) -> list[dict[str, object]]:
+    """Return a row per adapter."""
+    stored = load_file(work / "expected.safetensors")
+    names: list[str] = json.loads((work / "names.json").read_text())
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=getattr(torch, dtype))
+    served = ServedModel(model.to(DEVICE).eval(), slots=len(names), num_pages=20000, max_tokens=2048)
+    for name in names:
+        if name != "base":
+            served.load(name, work / dtype / name)
+    asked = torch.tensor(prompts(), device=DEVICE)
+    rows = [None if name == "base" else name for name in names for _ in range(len(asked))]
+    said = answers(served, rows, asked.repeat(len(names), 1))
+    table = []
+    for number, name in enumerate(names):
+        exact, base = stored[f"{name}/float32"], stored["base/float32"]
+        effect = (exact - base).abs().mean().item() if name != "base" else 1.0
+        mine = slice(number * len(asked), (number + 1) * len(asked))
+        own = (stored[f"{name}/{dtype}"] - exact).abs().mean().item()
+        errors = {form: (one[mine] - exact).abs().mean().item() for form, one in said.items()}
+        table.append({"adapter": name, "effect": effect, "peft": own / effect,
+                      **{form: error / effect for form, error in errors.items()},
+                      "ratio": max(errors.values()) / own if own else None})  # fmt: skip
+    return table
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
+    parser.add_argument("--json", type=Path, help="where the numbers go")
+    given = parser.parse_args()
+    rows = measure(given.work, given.dtype)
+    machine = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "a CPU"
+    sys.stdout.write(f"{given.dtype} on {machine}: mean error over the adapter's mean effect\n")
+    for row in rows:
+        ratio = f"{row['ratio']:.2f}" if row["ratio"] else "-"
+        sys.stdout.write(
+            f"{row['adapter']:<8}  effect {row['effect']:.3f}  PEFT {row['peft']:.2e}  prefill {row['prefill']:.2e}  "
+            f"decode {row['decode']:.2e}  at most {ratio} times PEFT's\n"
+        )
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
