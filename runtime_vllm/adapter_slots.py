@@ -19,6 +19,7 @@ from scute_compile.runtime_vllm.engine_base import EngineBase
 from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
 from scute_compile.runtime_vllm.layers import AdaptedLinear, Attachment
 from scute_compile.runtime_vllm.load_checks import check_fits
+from scute_compile.runtime_vllm.logits import AdaptedLogits
 from scute_compile.runtime_vllm.options import Options
 from scute_compile.runtime_vllm.stock_lora import Module, image_of
 
@@ -46,6 +47,7 @@ class AdapterSlots(LRUCacheLoRAModelManager):
             for name, layer in self.modules.items()
             if isinstance(layer, AdaptedLinear)
         )
+        self._heads = tuple(layer for layer in self.modules.values() if isinstance(layer, AdaptedLogits))
         self.sites = tuple(site for module in self._modules for site in module.sites)
         self.tp, self.rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         model = vllm_config.model_config
@@ -154,6 +156,8 @@ class AdapterSlots(LRUCacheLoRAModelManager):
             self._written = self._epoch
         super().set_adapter_mapping(mapping)
         self.steps.current = True
+        for head in self._heads:
+            head.vacate(self.lora_index_to_id)
 
     def _set_adapter_mapping(self, mapping: Any) -> None:
         super()._set_adapter_mapping(mapping)

@@ -6,6 +6,7 @@ probe finds the operations right, nothing is changed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
@@ -24,11 +25,18 @@ def needs_guard(operations: ModuleType) -> bool:
 
 
 def guard(operations: ModuleType) -> bool:
-    """Guard vLLM's `torch_ops.lora_ops`, whose other functions call these by name. Returns whether it was needed."""
+    """Guard vLLM's `torch_ops.lora_ops`, whose other functions call these by name. Returns whether it was needed.
+
+    Other modules of vLLM hold some of them under the same names: what is added to logits goes through those.
+    """
     if not needs_guard(operations):
         return False
     for name in GUARDED:
-        setattr(operations, name, _without_base_rows(getattr(operations, name)))
+        original = getattr(operations, name)
+        guarded = _without_base_rows(original)
+        for module in [operations, *(held for where, held in sys.modules.items() if where.startswith("vllm.lora."))]:
+            if vars(module).get(name) is original:
+                setattr(module, name, guarded)
     return True
 
 

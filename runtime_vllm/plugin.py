@@ -83,7 +83,7 @@ def _install() -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-    from scute_compile.runtime_vllm import engine_requests
+    from scute_compile.runtime_vllm import engine_requests, logits
     from scute_compile.runtime_vllm.adapter_slots import AdapterSlots
     from scute_compile.runtime_vllm.cpu_guard import guard
     from scute_compile.runtime_vllm.layers import ADAPTED, AdaptedLinear
@@ -103,6 +103,11 @@ def _install() -> None:
     EngineCore.remove_lora = engine_requests.removing_lora(EngineCore.remove_lora)
     EngineCore.add_request = engine_requests.adding_request(EngineCore.add_request)
     _install_in_server(engine_requests.answering)
+    head = logits.adapted(getattr(utils, "LogitsProcessorWithLoRA", None))
+    if head is None:
+        logger.info("scute: this vLLM adds to logits in a way of its own, which is left as it is")
+    else:
+        utils.LogitsProcessorWithLoRA = head
     if guard(lora_ops):
         logger.info("scute: guarded vLLM's CPU operations for LoRA, which give base rows an adapter")
 

@@ -152,6 +152,37 @@ class Commands:
         (code,) = codes
         return str(code)
 
+    def additions(self) -> int:
+        """Return how often vLLM's kernels have added to logits since this was last asked; at first, begin to count."""
+        (punica,) = self._runner().lora_manager._adapter_manager.punica_wrapper_mapping.values()
+        adds = punica.add_lora_logits
+        if not hasattr(adds, "calls"):
+
+            def counted(*args: Json, **named: Json) -> Json:
+                counted.calls += 1  # type: ignore[attr-defined] # a function's own
+                return adds(*args, **named)
+
+            punica.add_lora_logits = counted
+        calls = getattr(adds, "calls", 0)
+        punica.add_lora_logits.calls = 0
+        return int(calls)
+
+    def lose_buffers_of_logits(self) -> None:
+        """Leave vLLM's buffers as they may be after a deep sleep: full of what others wrote to their memory."""
+        head = self._runner().get_model().logits_processor
+        head.lora_a_stacked.fill_(torch.nan)
+        head.lora_b_stacked.fill_(torch.nan)
+
+    def logits_equal_the_bases(self, rows: int) -> bool:
+        """Whether the engine's logits of random rows have the bits of those that it computes without LoRA."""
+        runner = self._runner()
+        model = runner.get_model()
+        hidden = torch.randn(rows, model.config.hidden_size, dtype=runner.dtype)
+        with torch.inference_mode():
+            logits = model.compute_logits(hidden)
+            plain = model.logits_processor.base_layer(getattr(model.lm_head, "base_layer", model.lm_head), hidden)
+        return torch.equal(logits, plain)
+
     def rehearse(self, tokens: int, adapters: int) -> Json:
         """Run a step as vLLM does before and in a capture: whether it was adapted, and whether as a rehearsal."""
         runner = self._runner()

@@ -26,6 +26,8 @@ OWN = {
     "rsdora-attention": lora(use_dora=True, use_rslora=True, target_modules=list(ATTENTION)),
     "lora-rank-32": lora(r=32),
     "lora-rank-128": lora(r=128),
+    "lora-head": lora(r=8, target_modules=["q_proj", "down_proj", "lm_head"]),
+    "lora-only-head": lora(r=3, target_modules=["lm_head"]),
 }
 """Recipes that only these tests need."""
 NINE = ("lora", "rslora", "dora", "rsdora-attention", "ia3", "vera", "vera-twin", "oft", "oft-shared")

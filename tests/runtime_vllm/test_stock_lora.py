@@ -17,7 +17,13 @@ assert VLLM is not None
 assert VLLM.origin is not None
 READS_PATTERNS = "rank_pattern" in Path(VLLM.origin).with_name("lora").joinpath("peft_helper.py").read_text()
 """From 0.31 on; before, vLLM takes every rank and scale from the whole adapter's."""
-FOLDERS: tuple[str, ...] = ("lora", "rslora", "lora-one-layer", *(("lora-patterns",) if READS_PATTERNS else ()))
+FOLDERS: tuple[str, ...] = (
+    "lora",
+    "rslora",
+    "lora-one-layer",
+    "lora-head",
+    *(("lora-patterns",) if READS_PATTERNS else ()),
+)
 ARTIFACTS = ("dora", "oft", "lora-twin")
 SLOTS = len(FOLDERS) + len(ARTIFACTS)
 """All are taken in a full batch: vLLM's fault on CPUs gives base rows what is in the last slot."""

@@ -45,7 +45,7 @@ def test_a_lost_slot_is_noticed_on_two_ranks(what: str, engine: Engine, llama: T
 
 
 def test_a_stock_adapter_is_cut_by_the_engine(engine: Engine, llama: Tenants) -> None:
-    names = ("rslora", None, "lora")
+    names = ("rslora", None, "lora", "lora-head", "lora-only-head")
     rows = [
         Row(prompt=prompt_of(seed), adapter=llama.request(llama.folder(name)) if name else None)
         for seed, name in enumerate(names)
