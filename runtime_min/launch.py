@@ -49,7 +49,8 @@ PREFILL_TURN, PREFILL_STEPS = 64, 4
 EXPAND_WARPS, SHARED_WARPS, EXPAND_STAGES = 2, 4, 3
 """Warps of steps with owned factors alone: 1 gives 1.31, 2 give 1.21, 4 give 1.24."""
 SHARED_REGISTERS: int | None = 128
-"""Five methods: 3.14 with this limit, 3.18 without; programs of owned factors want places beside those of pairs."""
+"""Programs of owned factors want places beside those of pairs. Five methods took 3.14 with this limit and 3.18 without,
+before each warp of the shared shrink had values of K of its own."""
 TALL_COLUMNS, TALL_ROWS, TALL_PROGRAMS = 16, 128, 132 * 4
 """Tiles of large ranks; with one adapter of rank 256 in the pool, 16 columns give 1.80, 32 give 2.04, 64 give 2.89."""
 SHARED_ROWS = 64
