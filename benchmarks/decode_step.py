@@ -5,7 +5,9 @@
 Llama-3.1-8B's layer shapes in bf16, all seven projections as four fused GEMMs, four distinct layers in rotation for
 32, one token per tenant, every tenant another adapter, CUDA graph replays, medians. vLLM's kernels are timed in the
 same run when `.vllm_ops` is there (see `unpack_vllm_ops.sh`). Floor: adapter bytes over the read bandwidth that a sum
-over 2 GiB reached, plus launches times the cost of a tiny kernel in a graph, both measured here.
+over 2 GiB reached, plus launches times the cost of a tiny kernel in a graph, both measured here. Model: the same with
+the bytes of shared pairs at every layer, and with what a launch of the runtime's own kernels costs where there is next
+to nothing to move, measured here with one tenant of the smallest ranks and blocks. Nothing is fitted to what it tells.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ GEMMS = (
     ("down", 14336, (4096,)),
 )
 SITES = 7
+PAIR_RANK = 256
 LAUNCHES = {"lora": 2, "dora": 2, "ia3": 1, "vera": 2, "oft": 2}
 Call = Callable[[], object]
 
@@ -89,12 +92,16 @@ class Base:
 class Pool:
     """Adapters of several methods, resident, and the plan of a step with a row or more for each."""
 
-    def __init__(self, methods: Sequence[tuple[str, int]], *, rows: int = 1) -> None:
+    def __init__(
+        self, methods: Sequence[tuple[str, int]], *, rows: int = 1, pair_rank: int = PAIR_RANK, block: int = 32
+    ) -> None:
         """Make and load one adapter per `(method, rank)`; more than one row each is a prefill step."""
         sites = sites_of(replace(LLAMA_8B, layers=DISTINCT_LAYERS))
-        pair = pair_of(sites, 256, DTYPE) if any(method == "vera" for method, _ in methods) else None
+        pair = pair_of(sites, pair_rank, DTYPE) if any(method == "vera" for method, _ in methods) else None
         made = {
-            (method, rank): tenant(method, sites, DTYPE, rank=rank, pair=pair if method == "vera" else None)
+            (method, rank): tenant(
+                method, sites, DTYPE, rank=rank, block=block, pair=pair if method == "vera" else None
+            )
             for method, rank in dict.fromkeys(methods)
         }
         pages = sum(made[key].buffer.numel() // 2048 + 2 for key in methods)
@@ -171,31 +178,65 @@ def ceilings() -> tuple[float, float]:
     return read, launch
 
 
-def measure(base: Base, tenants: int, read: float, launch: float, *, with_vllm: bool) -> dict[str, object]:
+def plain_ms(base: Base, xs: Sequence[torch.Tensor]) -> float:
+    """Return the time of a step's base GEMMs."""
+    return median_ms(lambda: base.step(lambda _, index, weight: torch.nn.functional.linear(xs[index], weight)))
+
+
+def launch_costs(base: Base) -> Mapping[str, float]:
+    """Return by method the milliseconds that its kernels add at one GEMM where there is next to nothing to move.
+
+    One tenant of LoRA of rank 1, of IA3, of VeRA on a pair of rank 16 (the kernels' least block), of OFT with blocks
+    of 8.
+    """
+    xs = [normal(1, k) for _, k, _ in GEMMS]
+    plain, places = plain_ms(base, xs), LAYERS * len(GEMMS)
+    least = {"lora": 1, "ia3": 1, "vera": 1, "oft": 1}
+    pools = {method: Pool([(method, rank)], pair_rank=16, block=8) for method, rank in least.items()}
+    costs = {method: (median_ms(lambda p=pool: base.step(p.layer(xs))) - plain) / places
+             for method, pool in pools.items()}  # fmt: skip
+    return {**costs, "dora": costs["lora"]}
+
+
+def modelled_ms(methods: Sequence[tuple[str, int]], own_bytes: int, read: float, costs: Mapping[str, float]) -> float:
+    """Return the time that a pool should add: its bytes over the bandwidth, and what its launches cost.
+
+    A mix launches one expand, one shrink where any adapter has low-rank terms, and one rotation where any turns x.
+    """
+    named = {method for method, _ in methods}
+    expand = costs["ia3"]
+    shrink = max((costs[method] - expand for method in named & {"lora", "dora", "vera"}), default=0.0)
+    rotation = costs["oft"] - expand if "oft" in named else 0.0
+    pair = sum(k + sum(widths) for _, k, widths in GEMMS) * PAIR_RANK * DTYPE.itemsize * LAYERS
+    moved = own_bytes + (pair if "vera" in named else 0)
+    return moved / read * 1e3 + LAYERS * len(GEMMS) * (expand + shrink + rotation)
+
+
+def measure(
+    base: Base, tenants: int, read: float, launch: float, costs: Mapping[str, float], *, with_vllm: bool
+) -> dict[str, object]:
     """Measure every pool of one size, printing as it goes."""
+    errors = []
     xs = [normal(tenants, k) for _, k, _ in GEMMS]
-    plain = median_ms(lambda: base.step(lambda _, index, weight: torch.nn.functional.linear(xs[index], weight)))
+    plain = plain_ms(base, xs)
     print(f"{tenants} tenants: base GEMMs {plain:.3f} ms", flush=True)
     rows: dict[str, object] = {"base_ms": plain}
     for name, methods in pools(tenants).items():
         pool = Pool(methods)
         inputs = [x[: len(methods)].contiguous() for x in xs]
-        own = plain if len(methods) == tenants else median_ms(
-            lambda ins=inputs: base.step(lambda _, index, weight: torch.nn.functional.linear(ins[index], weight))
-        )  # fmt: skip
+        own = plain if len(methods) == tenants else plain_ms(base, inputs)
         step = median_ms(lambda p=pool, ins=inputs: base.step(p.layer(ins)))
         most = max(LAUNCHES[method] for method, _ in methods)
         floor = pool.bytes / read * 1e3 + LAYERS * len(GEMMS) * most * launch * 1e3
-        rows[name] = {
-            "step_ms": step,
-            "added_ms": step - own,
-            "floor_ms": floor,
-            "bytes": pool.bytes,
-        }
-        print(f"  {name:18s} step {step:6.3f}  added {step - own:6.3f}  "
-              f"floor {floor:5.3f}  {pool.bytes / 1e6:7.1f} MB", flush=True)  # fmt: skip
+        model, added = modelled_ms(methods, pool.bytes, read, costs), step - own
+        errors.append(abs(model / added - 1))
+        rows[name] = {"step_ms": step, "added_ms": added, "floor_ms": floor, "model_ms": model, "bytes": pool.bytes}
+        print(f"  {name:18s} step {step:6.3f}  added {added:6.3f}  floor {floor:5.3f}  "
+              f"model {model:5.3f}  {pool.bytes / 1e6:7.1f} MB", flush=True)  # fmt: skip
         del pool
         torch.cuda.empty_cache()
+    rows["model_error"] = statistics.median(errors)
+    print(f"  the model's median error: {rows['model_error']:.1%}", flush=True)
     if with_vllm:
         for rank in (16, 64, *([256] if tenants == 20 else [])):
             step = vllm_step(base, tenants, rank, xs)
@@ -214,12 +255,16 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: read {read / 1e12:.2f} TB/s, tiny kernel in a graph {launch * 1e6:.2f} us")
     base = Base.random()
     with_vllm = (Path(__file__).parent.parent / ".vllm_ops").is_dir()
-    sizes = {str(n): measure(base, n, read, launch, with_vllm=with_vllm) for n in options.tenants}
+    costs = launch_costs(base)
+    print("kernels of one GEMM with next to nothing to move, us: "
+          + ", ".join(f"{method} {cost * 1e3:.1f}" for method, cost in costs.items()))  # fmt: skip
+    sizes = {str(n): measure(base, n, read, launch, costs, with_vllm=with_vllm) for n in options.tenants}
     result = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "read": read,
         "launch": launch,
+        "launch_costs_ms": costs,
         **sizes,
     }
     if options.json:
