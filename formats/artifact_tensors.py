@@ -7,11 +7,11 @@ the manifest promised. A memory map would follow the file, and reading it after 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from scute_compile.codes import Code
@@ -27,6 +27,14 @@ TORCH_DTYPES: Mapping[DType, torch.dtype] = {
     DType.BFLOAT16: torch.bfloat16,
     DType.FLOAT16: torch.float16,
 }
+_EXPONENTS = {
+    torch.float32: (np.uint32, np.uint32(0x7F800000)),
+    torch.bfloat16: (np.uint16, np.uint16(0x7F80)),
+    torch.float16: (np.uint16, np.uint16(0x7C00)),
+}
+"""By dtype: an unsigned integer as wide, and the bits of its exponent, all ones in infinity and NaN."""
+_BLOCK = 1 << 18
+"""Values that are looked at together: their copies stay in the cache."""
 _STORED = {SAFETENSORS_NAMES[dtype]: torch_dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 
@@ -91,15 +99,25 @@ def _tensors(raw: torch.Tensor, path: Path) -> dict[str, torch.Tensor]:
 
 def _finite(artifact: Artifact, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     for key, tensor in tensors.items():
-        if not tensor.numel():
-            continue
-        low, high = (float(bound) for bound in torch.aminmax(tensor))  # NaN stays NaN, and it is one pass
-        if not (math.isfinite(low) and math.isfinite(high)):
+        if not _all_finite(tensor):
+            low, high = (float(bound) for bound in torch.aminmax(tensor))
             fail(
                 Code.SC309, where=f"{artifact.manifest.name}: {key}", found=f"values from {low} to {high}",
                 expected="finite numbers", next="compile the adapter again; don't load artifacts of unknown origin",
             )  # fmt: skip
     return tensors
+
+
+def _all_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no exponent is all ones.
+
+    In numpy, on one core: PyTorch spreads every tensor over all of them, and waits for each where others use them too.
+    Loading an adapter of 84 MB beside two busy cores took 3 to 14 s, and takes 0.3.
+    """
+    unsigned, ones = _EXPONENTS[tensor.dtype]
+    bits = tensor.reshape(-1).contiguous().view(torch.uint8).numpy().view(unsigned)
+    blocks = (bits[start : start + _BLOCK] for start in range(0, len(bits), _BLOCK))
+    return not any(bool(((block & ones) == ones).any()) for block in blocks)
 
 
 def _refuse_other(artifact: Artifact, code: Code, path: Path, found: str, *, expected: str = "") -> NoReturn:

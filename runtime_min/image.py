@@ -171,13 +171,19 @@ class _Layout:
         return start
 
     def buffer(self, *, pin: bool) -> torch.Tensor:
-        """Return the bytes of everything, in whole pages."""
+        """Return the bytes of everything, in whole pages.
+
+        Copied by numpy, on one core, as `scute_compile.formats.artifact_tensors` reads: PyTorch would wait for all
+        cores at every tensor.
+        """
         size = max(1, pages_of(self.end * GRANULE_BYTES)) * PAGE_BYTES
-        buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=pin)
-        for start, stride, part in self.rows:
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+        whole = buffer.numpy()
+        whole.fill(0)
+        for start, stride, part in (row for row in self.rows if row[2].numel()):
             first, length = start * GRANULE_BYTES, stride * GRANULE_BYTES * len(part)
-            target = buffer[first : first + length].view(part.dtype).view(len(part), -1)
-            target[:, : part.shape[1]].copy_(part)
+            rows = part.detach().reshape(len(part), -1).contiguous().view(torch.uint8).numpy()
+            whole[first : first + length].reshape(len(part), -1)[:, : rows.shape[1]] = rows
         return buffer
 
 
