@@ -20,6 +20,7 @@ from scute_compile.codes import Code
 from scute_compile.diagnostics import ScuteError
 from scute_compile.run_request import parse_request, shown
 from scute_compile.run_stream import streaming
+from scute_compile.runtime_min import run_command
 from tests.bases import load_base
 from tests.commands import Ran, scute
 from tests.served import Compiled, Pair, artifact_of, peft_model
@@ -112,6 +113,14 @@ def test_a_colon_in_a_prompt_without_a_name_leads_to_the_way_to_write_it() -> No
     assert (form.code, name.code) == (Code.SC703, Code.SC802)
     assert "begin with `:`" in name.next
     assert "store/dora" not in name.expected
+
+
+def test_a_device_without_room_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:  # no device here runs out of memory without taking the host along
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(run_command, "load_model", full)
+    refused(scute("run", "--base", base, "--prompt", ":w5"), "SC814", "Tried to allocate 20.00 GiB")
 
 
 def test_a_prompt_that_is_too_long_is_refused(base: Path) -> None:
