@@ -157,12 +157,8 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
             requests[row] = LoRARequest(f"{name}-{serial}", serial, str(folder))
         first = seconds(short, requests)  # with loading
         times = [(seconds(long, requests) - seconds(short, requests)) / (long - short) for _ in range(tries)]
-        row_out = {
-            "engine": engine.name,
-            "mix": mix,
-            "ms": round(statistics.median(times) * 1e3, 3),
-            "first_s": round(first, 2),
-        }
+        step = round(statistics.median(times) * 1e3, 3)
+        row_out = {"engine": engine.name, "mix": mix, "ms": step, "first_s": round(first, 2)}
         sys.stdout.write("ROW " + json.dumps(row_out) + "\n")
         sys.stdout.flush()
         with (chosen.work / "rows.jsonl").open("a") as kept:  # what a run that is cut off had found

@@ -49,14 +49,15 @@ PREFILL_TURN, PREFILL_STEPS = 64, 4
 EXPAND_WARPS, SHARED_WARPS, EXPAND_STAGES = 2, 4, 3
 """Warps of steps with owned factors alone: 1 gives 1.31, 2 give 1.21, 4 give 1.24."""
 SHARED_REGISTERS: int | None = 128
-"""Programs of owned factors want places beside those of pairs. Five methods took 3.14 with this limit and 3.18 without,
-before each warp of the shared shrink had values of K of its own."""
+"""Where programs of owned factors want places beside those of pairs: five methods took 3.14 with this limit and 3.18
+without, before each warp of the shared shrink had values of K of its own. VeRA alone, 16 tenants: 1.74 and 1.62."""
 TALL_COLUMNS, TALL_ROWS, TALL_PROGRAMS = 16, 128, 132 * 4
 """Tiles of large ranks; with one adapter of rank 256 in the pool, 16 columns give 1.80, 32 give 2.04, 64 give 2.89."""
 SHARED_ROWS = 64
 """Rows of a shared B per product."""
 SHARED_STEP = 128
-"""Values of K per product and warp of the shared shrink; with 16 tenants of VeRA 64 give 1.91, 128 give 1.62."""
+"""Values of K per product and warp of the shared shrink; with 16 tenants of VeRA 64 give 1.91, 128 give 1.62. Half as
+many in float32, whose tiles would take more shared memory than some GPUs have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ def owned_split(k: int, values: int) -> _Split:
 def shared_split(k: int) -> int:
     """Return runs of K of the shared shrink: every program of the expand adds their sums.
 
-    With 16 tenants of VeRA on an H200, 2 runs of 4096 give 2.00 ms added per step, 4 give 2.39 and 1 gives 2.17; of
-    14336, 4 runs give 2.00 and 8 give 2.10.
+    With 16 tenants of VeRA on an H200, and 64 values per product, 2 runs of 4096 give 2.00 ms added per step, 4 give
+    2.39 and 1 gives 2.17; of 14336, 4 runs give 2.00 and 8 give 2.10.
     """
     return 2 if k <= 8192 else 4
 
@@ -186,7 +187,7 @@ def _shrink(
         region("pair_rows"), region("pair_slots"), region("pair"), sites,
         gemm.first_site, capacity.ranks, shared_programs, owned_units,
         K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=shared_split(k),
-        BLOCK_K=SHARED_STEP, LANES=SHRINK_WARPS, VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS,
+        BLOCK_K=SHARED_STEP * values // 8, LANES=SHRINK_WARPS, VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS,
         HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), HAS_OWNED=features.owned, HAS_SHARED=features.shared,
         PDL=starts_early(x.device), num_warps=SHRINK_WARPS, num_stages=SHRINK_STAGES, **_early(x),
     )  # fmt: skip
@@ -249,8 +250,8 @@ def _expand(
         BLOCK_N_S=columns, BLOCK_R_S=rows, WRITTEN=PAIR_RANKS, BLOCK_T=PAIR_TOKENS,
         HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), VALUES=pool.values, HAS_SHARED=features.shared,
         HAS_TALL=features.tall > 0, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=early,
-        num_warps=warps, num_stages=EXPAND_STAGES, maxnreg=SHARED_REGISTERS if features.shared else None,
-        **(_early(x) if early else {}),
+        num_warps=warps, num_stages=EXPAND_STAGES,
+        maxnreg=SHARED_REGISTERS if features.shared and features.owned else None, **(_early(x) if early else {}),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -37,11 +37,13 @@ def install() -> None:
     if hasattr(dispatcher, STEPS):
         return
     asked = inspect.signature(dispatcher.dispatch).parameters
-    if runner is None or not hasattr(dispatcher, "_get_lora_cases") or "num_active_loras" not in asked:
+    wanted = ("_get_lora_cases", "get_capture_descs")
+    if runner is None or not all(hasattr(dispatcher, name) for name in wanted) or "num_active_loras" not in asked:
         logger.info("scute: this vLLM chooses graphs in another way; plain LoRA runs in graphs that hold all methods")
         return
     setattr(dispatcher, STEPS, None)
     dispatcher._get_lora_cases = lora_cases(dispatcher._get_lora_cases)
+    dispatcher.get_capture_descs = capturing(dispatcher.get_capture_descs)
     dispatcher.dispatch = dispatching(dispatcher.dispatch)
     runner.execute_model = executing(runner.execute_model)
 
@@ -63,6 +65,29 @@ def lora_cases(original: Callable[[Any], list[int]]) -> Callable[[Any], list[int
         return [*found, plain_case(most)] if most + 1 in found else found
 
     return cases
+
+
+def capturing(
+    original: Callable[[Any], Sequence[tuple[Any, list[Any]]]],
+) -> Callable[[Any], list[tuple[Any, list[Any]]]]:
+    """Return `CudagraphDispatcher.get_capture_descs()`, in which the plain graph of a size comes last.
+
+    vLLM captures the first two for a trial: the memory of the first is what all share, that of the second is taken for
+    each of the others, and both are kept from the KV cache. The graph for all adapters is the one that needs most.
+    """
+
+    @wraps(original)
+    def descriptors(dispatcher: Any) -> list[tuple[Any, list[Any]]]:
+        found = list(original(dispatcher))
+        if steps_of(dispatcher) is None:
+            return found
+        case = plain_case(dispatcher.vllm_config.lora_config.max_loras)
+        return [
+            (mode, sorted(each, key=lambda one: (one.num_tokens, one.num_active_loras != case), reverse=True))
+            for mode, each in found
+        ]
+
+    return descriptors
 
 
 def dispatching(original: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:

@@ -70,7 +70,7 @@ def _print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
-def _version(*, wanted: bool) -> None:
+def _version(wanted: bool) -> None:
     if wanted:
         sys.stdout.write(f"scute {__version__}\n")
         raise typer.Exit
@@ -80,13 +80,7 @@ def _version(*, wanted: bool) -> None:
 def _options(
     *,
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=lambda wanted: _version(wanted=wanted),
-            is_eager=True,
-            help="Print the version and exit.",
-        ),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     del version

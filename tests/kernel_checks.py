@@ -46,10 +46,11 @@ def booleans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fill every new buffer with NaN, and cut K in several runs although it is short."""
+    """Fill every new buffer with NaN, and cut K in several runs, each of several products, although it is short."""
     from scute_compile.runtime_min import launch
 
     monkeypatch.setattr(launch, "RUN_GRANULES", 48)
+    monkeypatch.setattr(launch, "SHARED_STEP", 32)
     monkeypatch.setattr(launch, "OWNED_PROGRAMS", 100)
     monkeypatch.setattr(launch, "TALL_PROGRAMS", 4)
     torch.use_deterministic_algorithms(mode=True)

@@ -191,7 +191,10 @@ class Commands:
         return [steps.adapted(), steps.rehearses(tokens)]
 
     def graphs(self, rows: list[Json], tokens: int) -> Json:
-        """Answer rows; return for how many active adapters the graph of each step would be, were there any here."""
+        """Answer rows; return for how many active adapters the graph of each step would be, were there any here.
+
+        And those of the largest size, in the order in which they would be captured.
+        """
         dispatcher, chosen = self._runner().cudagraph_dispatcher, []
         config = dispatcher.compilation_config
         config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = [1, 2, 4, 8], 8
@@ -208,7 +211,8 @@ class Commands:
             self.generate(rows, tokens)
         finally:
             del dispatcher.dispatch
-        return [chosen, sorted({one.num_active_loras for one in gpu.cudagraph_keys[CUDAGraphMode.FULL]})]
+        ((_, captured),) = gpu.get_capture_descs()
+        return [chosen, [one.num_active_loras for one in captured if one.num_tokens == captured[0].num_tokens]]
 
     def end_of_rehearsals(self) -> Json:
         """Remove the stand-ins, as vLLM does after captures: whether steps are still taken for rehearsals."""

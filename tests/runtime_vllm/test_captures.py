@@ -60,5 +60,5 @@ def test_a_step_goes_to_the_graph_that_holds_what_it_needs(
 ) -> None:
     rows = [asdict(llama.row(name, place)) for place, name in enumerate(names)]
     chosen, kinds = engine.ask("graphs", rows=rows, tokens=4)
-    assert kinds == [0, SLOTS + 1, SLOTS + 2]
+    assert kinds == [SLOTS + 1, 0, SLOTS + 2]  # vLLM takes the memory of the first for what all of them share
     assert chosen[-3:] == [graph] * 3
