@@ -50,21 +50,10 @@ class ResidentPool:
     """Adapters on one device, and those in host memory that may come in."""
 
     def __init__(
-        self,
-        sites: Sequence[SiteSlot],
-        *,
-        num_pages: int,
-        slots: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        map_entries: int | None = None,
-        shared_pages: int = 16384,
-        pairs: int = 64,
-        tp: int = 1,
-        rank: int = 0,
-        convert: bool = False,
-        lendable: int = 0,
-    ) -> None:
+        self, sites: Sequence[SiteSlot], *, num_pages: int, slots: int, dtype: torch.dtype, device: torch.device,
+        map_entries: int | None = None, shared_pages: int = 16384, pairs: int = 64, tp: int = 1, rank: int = 0,
+        convert: bool = False, lendable: int = 0,
+    ) -> None:  # fmt: skip
         """Allocate everything that the pool will ever take on the device, but for staging memory.
 
         Args:
