@@ -4,9 +4,10 @@
     python benchmarks/two_ranks.py --ranks 2 --layers 4 --work kept --json two_ranks.json
 
 One batch holds nine adapters (LoRA twice, DoRA, rank-stabilised DoRA on attention, IA3, VeRA twice on one shared pair,
-OFT twice) and a row of the base. Each row is compared with PEFT in float32 and with a run on one rank. Steps have one
-token per tenant. Kernels serve the default layout where there is a GPU, in a CUDA graph when the model lets itself be
-captured; the fully sharded layout runs on reference operations, whose times say nothing about what kernels would take.
+OFT twice) and a row of the base. Each row is compared with PEFT in float32 and with a run on one rank. "served" is what
+the pool's operators give in the default layout, kernels on a GPU; the other columns are reference operations, the fully
+sharded layout among them. Steps have one token per tenant, in a CUDA graph when the model lets itself be captured; what
+reference operations take says nothing about what kernels would.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def worker(rank: int, run: Run, size: int) -> None:
     layouts = ("default", "full") if size > 1 else ("default",)
     for layout in layouts:
         tensors[layout], facts[f"{layout} traffic"] = mixed_batch(run, rank, size, layout)
+    tensors["served"] = served_batch(run, rank, size)
     if size > 1:
         facts["dora scale error"] = scale_error(run, size)
     facts["steps"] = steps(run, rank, size)
@@ -123,6 +125,18 @@ def mixed_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Tens
         model(input_ids=step, adapter_ids=[name] * run.tenants)
         traffic[name] = {purpose.value: sent for purpose, sent in model.traffic.sent.items()}
     return found, traffic
+
+
+def served_batch(run: Run, rank: int, size: int) -> torch.Tensor:
+    """Return the batch's log-probabilities on the CPU as the pool and its operators give them: kernels on a GPU."""
+    ids = run.ids().to(device_of(rank))
+    files = [run.store("default", size) / name for name in NINE]
+    pages = 64 + sum(path.stat().st_size for file in files for path in file.glob("rank-0*")) // 2048
+    served, _ = serve_rank(run.model(rank), slots=len(NINE), num_pages=pages, max_tokens=ids.numel(),
+                           max_rows=len(ids), shared_pages=65536 if CUDA else 1024)  # fmt: skip
+    for name, file in zip(NINE, files, strict=True):
+        served.load(name, file)
+    return torch.log_softmax(served.forward(ids, adapters=[*NINE, None]).logits.float(), -1).cpu()
 
 
 def scale_error(run: Run, size: int) -> float:
@@ -222,7 +236,7 @@ def prepare(run: Run) -> None:
         return
     write_base(run.shapes, run.base)
     write_adapters(run.shapes, run.base, run.work / "adapters")
-    for size, layout in {(1, "default"), (run.ranks, "default"), (run.ranks, "full")}:
+    for size, layout in {(1, "default"), *((run.ranks, layout) for layout in ("default", "full") if run.ranks > 1)}:
         compile_all(run.base, run.work / "adapters", run.store(layout, size), tp=size, sharding=LoraSharding(layout),
                     dtype=run.shapes.dtype)  # fmt: skip
     dora = run.work / "dora-alone"
@@ -234,7 +248,7 @@ def prepare(run: Run) -> None:
 def compared(run: Run) -> list[dict[str, object]]:
     """Return one row per adapter: errors against PEFT and against one rank, over the adapter's effect."""
     ids, device = run.ids(), device_of(0)
-    one = load_file(run.work / "answers-1.safetensors")["default"]
+    one = load_file(run.work / "answers-1.safetensors")
     many = load_file(run.work / f"answers-{run.ranks}.safetensors")
     plain = peft_logprobs(run.base, None, ids, device)
     rows = []
@@ -248,10 +262,12 @@ def compared(run: Run) -> list[dict[str, object]]:
             dtype=getattr(torch, run.shapes.dtype),
         )[0]  # fmt: skip
         found = {"adapter": name, "effect": effect, f"PEFT in {run.shapes.dtype}": _error(rounded, theirs, effect),
-                 "one rank": _error(one[row], theirs, effect)}  # fmt: skip
-        for layout in ("default", "full"):
-            found[layout] = _error(many[layout][row], theirs, effect)
-            found[f"{layout} - one rank"] = _error(many[layout][row], one[row], effect)
+                 "one rank": _error(one["default"][row], theirs, effect),
+                 "one rank, served": _error(one["served"][row], theirs, effect)}  # fmt: skip
+        for layout, answers in many.items():
+            found[layout] = _error(answers[row], theirs, effect)
+            own = one["served" if layout == "served" else "default"][row]
+            found[f"{layout} - one rank"] = _error(answers[row], own, effect)
         rows.append(found)
     return rows
 
@@ -287,7 +303,7 @@ def show(title: str, rows: Sequence[dict[str, object]], console: Console) -> Non
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
+    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))  # 1: a GPU alone
     parser.add_argument("--layers", type=int, help="of the base")
     parser.add_argument("--tiny", action="store_true", default=not CUDA, help="tiny shapes; always so without a GPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
@@ -313,23 +329,26 @@ def main() -> None:
         )  # fmt: skip
         run.work.mkdir(parents=True, exist_ok=True)
         prepare(run)
-        for size in (1, run.ranks):
+        for size in sorted({1, run.ranks}):
             (run.work / f"meeting-{size}").unlink(missing_ok=True)
             start_processes(worker, (run, size), nprocs=size, start_method="spawn")  # type: ignore[no-untyped-call] # torch leaves it unannotated
         facts = {size: json.loads((run.work / f"facts-{size}.json").read_text()) for size in (1, run.ranks)}
         machine = f"{run.ranks} x {torch.cuda.get_device_name()}" if CUDA else f"{run.ranks} processes on a CPU"
-        errors, sent = compared(run), communication(run, facts[run.ranks])
+        errors = compared(run)
+        sent = communication(run, facts[run.ranks]) if run.ranks > 1 else []
     pools = [{"pool": pool, "1 rank ms": facts[1]["steps"].get(pool, {}).get("ms", "-"),
               f"{run.ranks} ranks ms": step["ms"], "graph": str(step["graph"])}
              for pool, step in facts[run.ranks]["steps"].items()]  # fmt: skip
     console.print(f"{machine}, torch {torch.__version__}, {asdict(shapes)}")
     show("mean error of log-probabilities over the adapter's mean effect, against PEFT in float32", errors, console)
-    show("bytes that a rank sends per step; base: attention's half, or all", sent, console)
-    console.print(f"DoRA's s from the ranks' shards: {facts[run.ranks]['dora scale error']:.2e} from the compiled one")
+    if run.ranks > 1:
+        show("bytes that a rank sends per step; base: attention's half, or all", sent, console)
+        scale = facts[run.ranks]["dora scale error"]
+        console.print(f"DoRA's s from the ranks' shards: {scale:.2e} from the compiled one")
     show(f"decode step, {run.tenants} tenants", pools, console)
     if options.json:
         result = {"machine": machine, "torch": torch.__version__, "shapes": asdict(shapes), "errors": errors,
-                  "communication": sent, "dora scale error": facts[run.ranks]["dora scale error"],
+                  "communication": sent, "dora scale error": facts[run.ranks].get("dora scale error"),
                   "steps": {str(size): found["steps"] for size, found in facts.items()}}  # fmt: skip
         options.json.write_text(json.dumps(result, indent=1))
 
