@@ -47,22 +47,10 @@ class ServedModel:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        slots: int,
-        num_pages: int,
-        dtype: torch.dtype | None = None,
-        max_tokens: int = 4096,
-        max_rows: int = 64,
-        max_rank: int = 0,
-        base_structure: str | None = None,
-        convert: bool = False,
-        fixed: bool = False,
-        shared_pages: int = 16384,
-        tp: int = 1,
-        rank: int = 0,
-    ) -> None:
+        self, model: torch.nn.Module, *, slots: int, num_pages: int, dtype: torch.dtype | None = None,
+        max_tokens: int = 4096, max_rows: int = 64, max_rank: int = 0, base_structure: str | None = None,
+        convert: bool = False, fixed: bool = False, shared_pages: int = 16384, tp: int = 1, rank: int = 0,
+    ) -> None:  # fmt: skip
         """Wrap a model and make an empty pool.
 
         Args:

@@ -170,7 +170,7 @@ def test_ranks_that_hold_different_copies_are_refused(model: torch.nn.Module, tm
     )
 
     def claim_copies(manifest: dict[str, object]) -> None:
-        manifest["sites"][0]["outputs"] = [[[0, 16]], [[0, 16]]]  # type: ignore[index]
+        manifest["sites"][0]["outputs"] = [[[0, 16]], [[0, 16]]]  # type: ignore[index] # JSON
 
     artifact = write_artifact(tmp_path, [site], tp=2, change=claim_copies)
     with pytest.raises(ScuteError, match="different values on ranks 0 and 1"):

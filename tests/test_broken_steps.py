@@ -88,9 +88,9 @@ def test_requests_of_another_form_are_refused_alone(make: Make) -> None:
         good = batch.submit(request("lora", 4, 6))
         odd: Any
         for odd in (
-            Request(prompt="abc"),  # type: ignore[arg-type]
-            Request(prompt=(3, 4.0)),  # type: ignore[arg-type]
-            Request(prompt=(3,), max_new_tokens=2.5),  # type: ignore[arg-type]
+            Request(prompt="abc"),  # type: ignore[arg-type] # what is refused
+            Request(prompt=(3, 4.0)),  # type: ignore[arg-type] # likewise
+            Request(prompt=(3,), max_new_tokens=2.5),  # type: ignore[arg-type] # likewise
             Request(prompt=(3,), first_token_within=float("nan")),
         ):
             refused("SC703", "whole numbers", partial(batch.submit, odd))

@@ -51,11 +51,11 @@ def _named_by(name: str, pattern: str = "lora_[AB]") -> Edit:
 
 
 def _with_lm_head_among_targets(saved: Saved) -> None:
-    saved.config["target_modules"] = [*saved.config["target_modules"], "lm_head"]  # type: ignore[misc]
+    saved.config["target_modules"] = [*saved.config["target_modules"], "lm_head"]  # type: ignore[misc] # JSON
 
 
 def _with_a_target_of_another_model(saved: Saved) -> None:
-    saved.config["target_modules"] = [*saved.config["target_modules"], "wqkv"]  # type: ignore[misc]
+    saved.config["target_modules"] = [*saved.config["target_modules"], "wqkv"]  # type: ignore[misc] # JSON
 
 
 def _with_a_larger_vocabulary(saved: Saved) -> None:

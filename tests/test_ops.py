@@ -130,7 +130,7 @@ def test_the_served_model_is_the_adapted_model(pair: Pair, shared_folder: Path) 
     rows = [*names, None, "lora"]
     ids = ids_of(len(rows), 7)
     with AdaptedModel(load_base("qwen2", base), {name: one.artifact for name, one in made.items()}) as adapted:
-        expected = adapted(input_ids=ids, adapter_ids=rows).logits.detach()  # type: ignore[attr-defined]
+        expected = adapted(input_ids=ids, adapter_ids=rows).logits.detach()  # type: ignore[attr-defined] # transformers leaves it untyped
     model = served("qwen2", base)
     for name, one in made.items():
         model.load(name, one.artifact)

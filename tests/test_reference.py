@@ -43,7 +43,7 @@ def formula(slots: SiteSlots, x: torch.Tensor = X) -> torch.Tensor:
     turn = torch.eye(INPUTS, dtype=torch.float64)
     if slots.delta is not None:
         blocks = [torch.diag(slots.delta)] if slots.delta.ndim == 1 else list(slots.delta)
-        turn = turn + torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+        turn = turn + torch.block_diag(*blocks)  # type: ignore[no-untyped-call] # torch leaves it unannotated
     s = 1 if slots.ds is None else 1 + slots.ds
     out = ((x @ turn) @ W + BETA) * s + (0 if slots.b is None else slots.b)
     for term in slots.terms:
