@@ -15,10 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +26,7 @@ from rank_models import NINE, Shapes, compile_all, peft_logprobs, tiny, write_ad
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
+from step_timing import timed
 from torch.multiprocessing.spawn import start_processes
 
 from scute_compile.formats.artifact import open_artifact
@@ -36,6 +34,7 @@ from scute_compile.model import Split
 from scute_compile.runtime_min.distributed_layers import RankModel
 from scute_compile.runtime_min.load_time_norms import shard_scale
 from scute_compile.runtime_min.rank_group import Purpose, RankGroup
+from scute_compile.runtime_min.served_model import ServedModel
 from scute_compile.runtime_min.served_ranks import serve_rank
 from scute_compile.runtime_min.site_slots import take
 from scute_compile.runtime_min.verification import load_model
@@ -127,15 +126,24 @@ def mixed_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Tens
     return found, traffic
 
 
+def pooled(
+    run: Run, rank: int, size: int, *, slots: int, tokens: int, rows: int, attention: str | None = None
+) -> ServedModel:
+    """Return the model with a pool that has room for every adapter in every slot."""
+    files = sum(path.stat().st_size for path in run.store("default", size).glob("*/rank-0*"))
+    served, _ = serve_rank(
+        run.model(rank, attention), slots=slots, num_pages=64 + files * slots // 2048, max_tokens=tokens,
+        max_rows=rows, shared_pages=65536 if CUDA else 1024,
+    )  # fmt: skip
+    return served
+
+
 def served_batch(run: Run, rank: int, size: int) -> torch.Tensor:
     """Return the batch's log-probabilities on the CPU as the pool and its operators give them: kernels on a GPU."""
     ids = run.ids().to(device_of(rank))
-    files = [run.store("default", size) / name for name in NINE]
-    pages = 64 + sum(path.stat().st_size for file in files for path in file.glob("rank-0*")) // 2048
-    served, _ = serve_rank(run.model(rank), slots=len(NINE), num_pages=pages, max_tokens=ids.numel(),
-                           max_rows=len(ids), shared_pages=65536 if CUDA else 1024)  # fmt: skip
-    for name, file in zip(NINE, files, strict=True):
-        served.load(name, file)
+    served = pooled(run, rank, size, slots=len(NINE), tokens=ids.numel(), rows=len(ids))
+    for name in NINE:
+        served.load(name, run.store("default", size) / name)
     return torch.log_softmax(served.forward(ids, adapters=[*NINE, None]).logits.float(), -1).cpu()
 
 
@@ -165,10 +173,8 @@ def steps(run: Run, rank: int, size: int) -> dict[str, object]:
     five = [FIVE[i % len(FIVE)] for i in range(run.tenants)]
     step = run.ids()[:1, :1].expand(run.tenants, 1).contiguous().to(device_of(rank))
     found: dict[str, object] = {}
-    pages = 64 + sum(path.stat().st_size for path in run.store("default", size).glob("*/rank-0*")) * run.tenants // 2048
-    served, _ = serve_rank(
-        run.model(rank, attention="sdpa"), slots=run.tenants, num_pages=pages, max_tokens=run.tenants,
-        max_rows=run.tenants, shared_pages=65536 if CUDA else 1024,
+    served = pooled(
+        run, rank, size, slots=run.tenants, tokens=run.tenants, rows=run.tenants, attention="sdpa"
     )  # fmt: skip
     for pool, names in (("base", []), ("plain LoRA", lora), ("five methods", five)):
         for i, name in enumerate(names):
@@ -189,45 +195,6 @@ def steps(run: Run, rank: int, size: int) -> dict[str, object]:
                     lambda m=ranked.model: m(input_ids=step, use_cache=False), run.repeats
                 )
     return found
-
-
-def timed(call: Callable[[], object], repeats: int) -> dict[str, object]:
-    """Return the median milliseconds of a call: of a graph's replay where the device lets it be captured."""
-    graph = None
-    if CUDA:
-        call, graph = captured(call)
-    times = []
-    for _ in range(repeats + 2):
-        if dist.is_initialized():
-            dist.barrier()
-        if CUDA:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if CUDA:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return {"ms": statistics.median(times[2:]), "graph": graph is not None}
-
-
-def captured(call: Callable[[], object]) -> tuple[Callable[[], object], torch.cuda.CUDAGraph | None]:
-    """Return a graph's replay in the place of a call, or the call itself when it can't be captured on every rank."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            call()
-    except RuntimeError as error:
-        print(f"no graph: {str(error).splitlines()[0][:100]}", file=sys.stderr)
-        torch.cuda.synchronize()
-        return call, None
-    return graph.replay, graph
 
 
 def prepare(run: Run) -> None:
@@ -283,7 +250,7 @@ def communication(run: Run, facts: dict[str, dict[str, dict[str, float]]]) -> li
         ("attention", 0.5, 5 * shapes.rank / (2 * shapes.hidden)),
         ("lora-a", 1.0, 9 * shapes.rank / (4 * shapes.hidden)),
     ):
-        for layout in ("default", "full"):
+        for layout in ("default", "full") if run.ranks > 1 else ():  # one rank sends nothing
             sent = facts[f"{layout} traffic"][name]
             base = share * sent[Purpose.BASE]
             rows.append({"adapter": name, "layout": layout, "base bytes": base, "adapter bytes":
@@ -334,8 +301,7 @@ def main() -> None:
             start_processes(worker, (run, size), nprocs=size, start_method="spawn")  # type: ignore[no-untyped-call] # torch leaves it unannotated
         facts = {size: json.loads((run.work / f"facts-{size}.json").read_text()) for size in (1, run.ranks)}
         machine = f"{run.ranks} x {torch.cuda.get_device_name()}" if CUDA else f"{run.ranks} processes on a CPU"
-        errors = compared(run)
-        sent = communication(run, facts[run.ranks]) if run.ranks > 1 else []
+        errors, sent = compared(run), communication(run, facts[run.ranks])
     pools = [{"pool": pool, "1 rank ms": facts[1]["steps"].get(pool, {}).get("ms", "-"),
               f"{run.ranks} ranks ms": step["ms"], "graph": str(step["graph"])}
              for pool, step in facts[run.ranks]["steps"].items()]  # fmt: skip
