@@ -93,7 +93,9 @@ def features_of(plan: StepPlan, *, whole_granules: bool) -> Features:
     )
 
 
-def fixed_features(capacity: Capacity, *, slots: int, prefill: bool, whole_granules: bool) -> Features:
+def fixed_features(
+    capacity: Capacity, *, slots: int, prefill: bool, whole_granules: bool, plain: bool = False
+) -> Features:  # fmt: skip
     """Return what every step within a capacity may need: for graphs that are captured or compiled once.
 
     Args:
@@ -101,12 +103,13 @@ def fixed_features(capacity: Capacity, *, slots: int, prefill: bool, whole_granu
         slots: Most adapters of a step.
         prefill: Which form.
         whole_granules: Whether every rotation block's width is a multiple of a granule.
+        plain: Whether no step has a shared pair or turns an input.
     """
-    blocks = min(capacity.tokens, capacity.tokens // PAIR_TOKENS + min(capacity.pairs, slots))
+    blocks = 0 if plain else min(capacity.tokens, capacity.tokens // PAIR_TOKENS + min(capacity.pairs, slots))
     return Features(
         owned=True,
-        shared=True,
-        rotated=capacity.rotated,
+        shared=not plain,
+        rotated=0 if plain else capacity.rotated,
         whole_granules=whole_granules,
         prefill=prefill,
         tiles=capacity.tokens // TILE_TOKENS + min(slots, capacity.tokens) + 1 if prefill else 0,

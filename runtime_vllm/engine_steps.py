@@ -167,10 +167,8 @@ class EngineSteps:
             ranks=buffers.capacity.ranks // buffers.capacity.tokens * rows,
             rotated=rows if self.limits.rotations else 0,
         )
-        most = fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True)
-        if self.limits.max_rank <= WIDE_RANK:
-            most = dataclasses.replace(most, tall=0)
-        return dataclasses.replace(most, shared=False, rotated=0, shared_programs=0, blocks=0) if plain else most
+        most = fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True, plain=plain)
+        return dataclasses.replace(most, tall=0) if self.limits.max_rank <= WIDE_RANK else most
 
 
 def _as_rehearsed(features: Features, most: Features) -> Features:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -40,9 +38,9 @@ def test_replays_with_other_mixes_give_what_launches_give(methods: tuple[str, ..
         pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared
     )  # fmt: skip
     capacity = Capacity(tokens=ROWS, ranks=16 * ROWS, pairs=1, pair_ranks=64, rotated=ROWS)
-    features = fixed_features(capacity, slots=len(methods), prefill=False, whole_granules=True)
-    if "vera" not in methods:  # a plain graph
-        features = replace(features, shared=False, rotated=0, shared_programs=0, blocks=0)
+    features = fixed_features(
+        capacity, slots=len(methods), prefill=False, whole_granules=True, plain="vera" not in methods
+    )  # fmt: skip
     buffers, x = StepBuffers(capacity, device), torch.randn(ROWS, inputs, device=device).to(DTYPE)
     weight = (torch.randn(sum(place.widths), inputs, device=device) * inputs**-0.5).to(DTYPE)
 
