@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +18,25 @@ from scute_compile.runtime_min.record import PAGE_BYTES, absent_records
 
 STAGING_PAGES = 131072
 """An image larger than this (256 MiB) comes in by several copies, so that staging never doubles the pool."""
+
+SMALL_PAGES = 4096
+"""Images up to this size (8 MiB) come in together: one by one, the host's work takes longer than their copies."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Gathered:
+    """Small images that come in together; what is written for them is held back until all of them are staged."""
+
+    staging: torch.Tensor
+    """1-D uint8 on the device."""
+    used: int = 0
+    """Bytes of it that hold images."""
+    staged: torch.Tensor | None = None
+    """The image that came last, about which nothing is decided yet."""
+    pages: list[torch.Tensor] = field(default_factory=list)
+    entries: list[torch.Tensor] = field(default_factory=list)
+    records: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By slot, the last that was written."""
 
 
 class DeviceMemory:
@@ -37,10 +57,11 @@ class DeviceMemory:
         self.shared = torch.zeros(shared_pages, pages.shape[1], dtype=pages.dtype, device=device)
         self.pages = pages
         self.page_map = torch.zeros(map_entries, dtype=torch.int32, device=device)
-        self._absent = absent_records(sites).to(device)
-        self.directory = self._absent.repeat(slots, 1, 1)
+        self._absent = absent_records(sites)
+        self.directory = self._absent.to(device).repeat(slots, 1, 1)
         self._stream = _stream(device) if device.type == "cuda" else None
         self._written: torch.cuda.Event | None = None
+        self._gathered: _Gathered | None = None
         self.settle()
 
     @property
@@ -48,24 +69,48 @@ class DeviceMemory:
         """Whether host memory should be pinned for this device."""
         return self._stream is not None
 
+    @contextmanager
+    def together(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let small images that come in within a `with` block share one scatter, and one write to each table.
+
+        Args:
+            buffers: The images that may come in, of any size.
+
+        Raises:
+            ScuteError: As `stage`, before anything else happens.
+        """
+        small = [len(buffer) for buffer in buffers if len(buffer) <= SMALL_PAGES * PAGE_BYTES]
+        if len(small) < 2:
+            yield
+            return
+        size = min(sum(small), STAGING_PAGES * PAGE_BYTES)
+        with self._writing(), _staging(size):
+            self._gathered = _Gathered(staging=torch.empty(size, dtype=torch.uint8, device=self.pages.device))
+        try:
+            yield
+        finally:  # also where one of them was refused: those before it are there to stay
+            self._scatter()
+            self._gathered = None
+
     def stage(self, buffer: torch.Tensor) -> torch.Tensor:
         """Start the long copy of an image, or of its first 256 MiB, before anything is decided about its pages.
 
         Raises:
             ScuteError: SC805 when the device has no memory left beside the pool.
         """
+        if self._gathered is None or len(buffer) > SMALL_PAGES * PAGE_BYTES:
+            return self._stage_alone(buffer)
+        if self._gathered.used + len(buffer) > len(self._gathered.staging):
+            self._scatter()
+        gathered = self._gathered
+        gathered.staged = gathered.staging[gathered.used : gathered.used + len(buffer)]
+        with self._writing():
+            return gathered.staged.copy_(buffer, non_blocking=True)
+
+    def _stage_alone(self, buffer: torch.Tensor) -> torch.Tensor:
         part = buffer[: STAGING_PAGES * PAGE_BYTES]
-        try:
-            with self._writing():
-                return part.to(self.pages.device, non_blocking=True, copy=True)
-        except torch.OutOfMemoryError:
-            fail(
-                Code.SC805,
-                where="staging memory",
-                found=f"no {len(part)} bytes left on the device beside the pool",
-                expected="room to stage an adapter that comes in",
-                next="make the pool smaller, or give other tensors of the process back",
-            )
+        with self._writing(), _staging(len(part)):
+            return part.to(self.pages.device, non_blocking=True, copy=True)
 
     def write_image(
         self, buffer: torch.Tensor, pages: torch.Tensor, start: int, *, staged: torch.Tensor | None = None
@@ -81,12 +126,17 @@ class DeviceMemory:
         Raises:
             ScuteError: As `stage`.
         """
-        count = len(pages)
+        count, gathered = len(pages), self._gathered
+        if gathered is not None and staged is not None and staged is gathered.staged:
+            gathered.used += len(staged)
+            gathered.pages.append(pages)
+            gathered.entries.append(torch.arange(start, start + count, dtype=torch.int32))
+            return
         # eight bytes at a time: pages are moved, not computed with
         target = self.pages.view(torch.int64)
         for first in range(0, count, STAGING_PAGES):
             last = min(first + STAGING_PAGES, count)
-            part = self.stage(buffer[first * PAGE_BYTES :]) if first or staged is None else staged
+            part = self._stage_alone(buffer[first * PAGE_BYTES :]) if first or staged is None else staged
             with self._writing():
                 entries = self.page_map[start + first : start + last]
                 entries.copy_(self._pinned(pages[first:last]), non_blocking=True)
@@ -100,6 +150,7 @@ class DeviceMemory:
 
     def write_map(self, pages: Sequence[torch.Tensor]) -> None:
         """Replace the page map's beginning by the pages of all images, one image after the other."""
+        self._scatter()
         if pages:
             entries = self._pinned(torch.cat(list(pages)))
             with self._writing():
@@ -107,13 +158,37 @@ class DeviceMemory:
 
     def clear_records(self, slot: int) -> None:
         """Let a slot hold no adapter."""
-        with self._writing():
-            self.directory[slot].copy_(self._absent)
+        self.write_records(slot, self._absent)
 
     def write_records(self, slot: int, records: torch.Tensor) -> None:
         """Write the directory records `(sites, 16)` of a slot."""
+        if self._gathered is not None:
+            self._gathered.records[slot] = records
+            return
         with self._writing():
             self.directory[slot].copy_(self._pinned(records), non_blocking=True)
+
+    def _scatter(self) -> None:
+        """Do what was held back so far."""
+        gathered = self._gathered
+        if gathered is None:
+            return
+        if gathered.pages:
+            places = self._pinned(torch.stack((torch.cat(gathered.entries), torch.cat(gathered.pages))))
+            with self._writing():
+                entries, numbers = places.to(self.pages.device, non_blocking=True)
+                self.page_map.index_copy_(0, entries.long(), numbers)
+                images = gathered.staging[: gathered.used].view(torch.int64).view(len(numbers), -1)
+                self.pages.view(torch.int64).index_copy_(0, numbers.long(), images)
+        if gathered.records:
+            slots = self._pinned(torch.tensor(list(gathered.records)))
+            records = self._pinned(torch.stack(list(gathered.records.values())))
+            with self._writing():
+                device = self.pages.device
+                self.directory.index_copy_(
+                    0, slots.to(device, non_blocking=True), records.to(device, non_blocking=True)
+                )  # fmt: skip
+        self._gathered = _Gathered(staging=gathered.staging)
 
     def wait(self) -> None:
         """Make the current stream wait for all writes so far; the host doesn't wait."""
@@ -150,6 +225,21 @@ class DeviceMemory:
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a pinned copy, which PyTorch keeps until the copies from it are done."""
         return tensor.pin_memory() if self.pin else tensor
+
+
+@contextmanager
+def _staging(size: int) -> Iterator[None]:
+    """Refuse what doesn't fit beside the pool."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        fail(
+            Code.SC805,
+            where="staging memory",
+            found=f"no {size} bytes left on the device beside the pool",
+            expected="room to stage an adapter that comes in",
+            next="make the pool smaller, or give other tensors of the process back",
+        )
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -46,7 +46,7 @@ class FactorImage:
     @property
     def pages(self) -> int:
         """Pages that it takes."""
-        return len(self.buffer) // PAGE_BYTES
+        return self.buffer.numel() // PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,11 +125,13 @@ class AdapterImage:
     """Largest rank of its own terms; 0 without any."""
     rotated: bool
     """Whether it turns the input of any site."""
+    beside_pair: bool
+    """Whether it has slots at sites that its shared pair does not touch."""
 
     @property
     def pages(self) -> int:
         """Pages that it takes, without those of shared factors."""
-        return len(self.buffer) // PAGE_BYTES
+        return self.buffer.numel() // PAGE_BYTES
 
     @property
     def factors(self) -> tuple[FactorImage, ...]:
@@ -251,6 +253,7 @@ def pack_adapter(
         if content.shared is not None:
             number = pairs.setdefault(content.shared.pair.key, (len(pairs), content.shared.pair))[0]
             _place_shared(record, content.shared, number, layout)
+    touched = (records != absent_records(len(sites))).any(1)
     return AdapterImage(
         name=name,
         digest=digest,
@@ -263,6 +266,7 @@ def pack_adapter(
         pairs=tuple(pair for _, pair in pairs.values()),
         own_rank=int((records[:, Field.RANK] * (records[:, Field.PAIR] < 0)).max()) if sites else 0,
         rotated=bool((records[:, Field.R_OFFSET] >= 0).any()),
+        beside_pair=bool((touched & (records[:, Field.PAIR] < 0)).any()),
     )
 
 

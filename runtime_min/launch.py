@@ -198,7 +198,7 @@ def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm, f
     slices = len(gemm.widths)
     out = x.new_empty((tokens + features.rotated * slices, k))
     if features.prefill and features.whole_granules:
-        tiles = features.tiles * slices + triton.cdiv(tokens, TILE_TOKENS)
+        tiles = features.tiles + triton.cdiv(tokens, TILE_TOKENS)
         prefill_rotate_kernel[tiles, triton.cdiv(k, PREFILL_TURN * PREFILL_STEPS)](
             x, out, pool.pages, pool.page_map, pool.directory, step.region("tile"), step.region("seg_rows"),
             step.region("rot_position"), pool.directory.shape[1], gemm.first_site, tokens, features.tiles,

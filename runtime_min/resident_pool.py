@@ -7,7 +7,7 @@ from one thread. On a CUDA device no call waits for the device.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -79,9 +79,8 @@ class ResidentPool:
         self._tp, self._rank, self._convert, self._lendable = tp, rank, convert, lendable
         self._pool = PagePool(num_pages, dtype, device)
         entries = 4 * num_pages if map_entries is None else max(map_entries, num_pages)
-        self.memory = DeviceMemory(
-            self._pool.pages, slots=slots, sites=len(self.sites), map_entries=entries, shared_pages=shared_pages
-        )
+        self.memory = DeviceMemory(self._pool.pages, slots=slots, sites=len(self.sites), map_entries=entries,
+                                   shared_pages=shared_pages)  # fmt: skip
         self._residents, self._leases = Residents(self.memory, self._pool, pairs=pairs), Leases()
         self._host: dict[str, AdapterImage] = {}
         self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
@@ -106,7 +105,7 @@ class ResidentPool:
     @property
     def facts(self) -> Mapping[int, SlotFacts]:
         """By slot, what the plan of a step needs to know of each adapter on the device."""
-        return {resident.slot: resident.facts for resident in self._residents}
+        return MappingProxyType(self._residents.facts)
 
     @property
     def pairs(self) -> tuple[tuple[int, ...], ...]:
@@ -171,13 +170,16 @@ class ResidentPool:
         """
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        if any(name not in self._current for name in wanted):  # an engine asks at every step, mostly for the same
+        coming = [self._host[name].buffer for name in wanted if name not in self._current]
+        if coming:  # an engine asks at every step, mostly for the same
             self._check_batch(wanted)
-        for name in wanted:
-            if name in self._current:
-                self._current[name] = self._current.pop(name)
-            else:
-                self._current[name] = self._bring_in(self._host[name], self._idle(keep=wanted))
+        keep = frozenset(wanted)
+        with self.memory.together(coming):
+            for name in wanted:
+                if name in self._current:
+                    self._current[name] = self._current.pop(name)
+                else:
+                    self._current[name] = self._bring_in(self._host[name], self._idle(keep))
         return {name: self._current[name].slot for name in wanted}
 
     def fits(self, names: Iterable[str]) -> bool:
@@ -197,11 +199,13 @@ class ResidentPool:
         """
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        for name in wanted:
-            if name in self._current:
-                self._current[name] = self._current.pop(name)
-            elif resident := self._try_in(self._host[name], self._idle(keep=wanted), ahead=True):
-                self._current[name] = resident
+        coming, keep = [self._host[name].buffer for name in wanted if name not in self._current], frozenset(wanted)
+        with self.memory.together(coming):
+            for name in wanted:
+                if name in self._current:
+                    self._current[name] = self._current.pop(name)
+                elif resident := self._try_in(self._host[name], self._idle(keep), ahead=True):
+                    self._current[name] = resident
         return tuple(name for name in wanted if name in self._current)
 
     def acquire(self, names: Iterable[str]) -> Lease:
@@ -311,16 +315,17 @@ class ResidentPool:
         )  # fmt: skip
         check_batch({name: self._host[name] for name in names}, held, room)
 
-    def _idle(self, keep: Sequence[str] = ()) -> list[Resident]:
-        return [item for name, item in self._current.items() if not item.held and name not in keep]
+    def _idle(self, keep: Container[str] = ()) -> Iterator[Resident]:
+        """Yield who may go, least recently used first: of thousands, mostly one or two are asked for."""
+        return (item for name, item in self._current.items() if not item.held and name not in keep)
 
-    def _bring_in(self, image: AdapterImage, candidates: Sequence[Resident]) -> Resident:
+    def _bring_in(self, image: AdapterImage, candidates: Iterable[Resident]) -> Resident:
         resident = self._try_in(image, candidates)
         if resident is None:
             refuse_room(image, needed=image.pages, free=self._pool.free)
         return resident
 
-    def _try_in(self, image: AdapterImage, others: Sequence[Resident], *, ahead: bool = False) -> Resident | None:
+    def _try_in(self, image: AdapterImage, others: Iterable[Resident], *, ahead: bool = False) -> Resident | None:
         """Bring an adapter in if the others' room is enough; `ahead` leaves what a running step reads untouched."""
         victims = self._residents.victims(image, others)
         if victims is None:
@@ -336,7 +341,7 @@ class ResidentPool:
             return self._residents.place(image, staged)
 
     def _drop(self, resident: Resident) -> None:
-        del self._current[next(name for name, item in self._current.items() if item is resident)]
+        del self._current[resident.image.name]
         self._residents.take_off(resident)
 
     def _retire(self, resident: Resident) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from scute_compile.codes import Code
@@ -17,8 +18,11 @@ from scute_compile.diagnostics import fail
 from scute_compile.runtime_min.device_memory import DeviceMemory
 from scute_compile.runtime_min.image import AdapterImage, FactorImage, FactorWindow
 from scute_compile.runtime_min.page_pool import Holding, PagePool, Runs
-from scute_compile.runtime_min.record import PAGE_BYTES, PAGE_GRANULES, Field, absent_records
+from scute_compile.runtime_min.record import PAGE_BYTES, PAGE_GRANULES, Field
 from scute_compile.runtime_min.step_plan import SlotFacts
+
+_PLACES = [Field.A_PAGES, Field.B_PAGES, Field.OWN_PAGES]
+"""Fields of a record that count from the start of the adapter's own run of the page map."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -116,7 +120,10 @@ class Residents:
         self._pair_rows = list(range(pairs - 1, -1, -1))
         self._factors: dict[str, _Factor] = {}
         self._pairs: dict[tuple[str, str], _Pair] = {}
-        self._placed: list[Resident] = []
+        self._placed: dict[Resident, None] = {}
+        """In the order in which they came; a dict, since any of them may go."""
+        self.facts: dict[int, SlotFacts] = {}
+        """By slot, what the plan of a step needs to know."""
         self.map_moved = 0
         """Entries of the page map that were rewritten to close gaps; pages of adapters themselves never move."""
         self.shared_moved = 0
@@ -225,18 +232,19 @@ class Residents:
             rank=image.own_rank,
             pair=pairs[0] if pairs else -1,
             pair_rank=image.pairs[0].rank if pairs else 0,
-            beside_pair=_beside_pair(image),
+            beside_pair=image.beside_pair,
             rotated=image.rotated,
         )
         resident = Resident(image=image, slot=self._slots.pop(), own=own, pairs=pairs, facts=facts)
-        self._placed.append(resident)
+        self._placed[resident] = None
+        self.facts[resident.slot] = facts
         self._write_records(resident)
         return resident
 
     def take_off(self, resident: Resident) -> None:
         """Free what an adapter holds, and the shared factors that no other uses; kernels find an empty record."""
         self._memory.write_after(resident.last_use)
-        self._placed.remove(resident)
+        del self._placed[resident], self.facts[resident.slot]
         self._memory.clear_records(resident.slot)
         self._slots.append(resident.slot)
         self._free(resident.own)
@@ -315,24 +323,17 @@ class Residents:
         entry.references += 1
 
     def _write_records(self, resident: Resident) -> None:
-        records = resident.image.records.clone()
-        pair = records[:, Field.PAIR].clone()
-        for field in (Field.A_PAGES, Field.B_PAGES, Field.OWN_PAGES):
-            column = records[:, field]
-            column[column >= 0] += resident.own.start
+        records = resident.image.records.numpy().copy()
+        pair = resident.image.records.numpy()[:, Field.PAIR]
+        places = records[:, _PLACES]
+        records[:, _PLACES] = np.where(places >= 0, places + resident.own.start, places)
         for number, window in enumerate(resident.image.pairs):
             at = pair == number
             records[at, Field.A_OFFSET] = self._granule(window.a)
             records[at, Field.B_OFFSET] = self._granule(window.b)
             records[at, Field.PAIR] = resident.pairs[number]
-        self._memory.write_records(resident.slot, records)
+        self._memory.write_records(resident.slot, torch.from_numpy(records))
 
 
 def _pairs_of(image: AdapterImage) -> set[tuple[str, str]]:
     return {window.shared for window in image.pairs}
-
-
-def _beside_pair(image: AdapterImage) -> bool:
-    """Return whether an adapter has slots at sites that its shared pair does not touch."""
-    touched = (image.records != absent_records(len(image.records))).any(1)
-    return bool((touched & (image.records[:, Field.PAIR] < 0)).any())

@@ -196,6 +196,43 @@ def _tall(
 
 
 @triton.jit
+def _times_shared_b(
+    h_first, b_first, stride, rank, mine, in_slice,
+    SPLIT: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WRITTEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Return `(h * d) B` of a tile `(BLOCK_T, BLOCK_N)`; the shrink wrote whole blocks of `WRITTEN` ranks."""
+    rows = tl.arange(0, BLOCK_R)
+    written = tl.cdiv(rank, WRITTEN) * WRITTEN
+    total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+    for step in range(0, rank, BLOCK_R):
+        mask = (step + rows < rank)[:, None] & in_slice[None, :]
+        b = tl.load(b_first + (step + rows)[:, None] * stride, mask=mask, other=0.0, eviction_policy="evict_last")
+        both = mine[:, None] & (step + rows < written)[None, :]
+        h = _partial_sums(h_first, (step + rows)[None, :], both, PART, SPLIT)
+        high = h.to(b.dtype)  # h in two halves of B's dtype: its rounding, and what that left
+        total = tl.dot(high, b, total, input_precision="ieee")
+        if b.dtype != tl.float32:
+            total = tl.dot((h - high.to(tl.float32)).to(b.dtype), b, total)
+    return total
+
+
+@triton.jit
+def _e_of(
+    pages_ptr, page_map_ptr, own, offset, mine, column, width,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Return each row's e in float32, `(BLOCK_T, BLOCK_N)`; ones where it has none."""
+    granule = column // VALUES + tl.arange(0, BLOCK_N // VALUES)
+    has = mine & (offset >= 0)
+    e = load_rows(
+        pages_ptr, page_map_ptr, own[:, None], offset[:, None] + granule[None, :],
+        has[:, None] & (granule * VALUES < width)[None, :], VALUES,
+    )  # fmt: skip
+    return tl.where(has[:, None], tl.reshape(e, [BLOCK_T, BLOCK_N]).to(tl.float32), 1.0)
+
+
+@triton.jit
 def _shared(
     work, y_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr, pair_rows_ptr,
     pair_slots_ptr, pair_ptr, rot_position_ptr, sites, first_site, tokens,
@@ -204,10 +241,9 @@ def _shared(
     HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr, VALUES: tl.constexpr, HAS_ROTATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to sixteen tokens of a pair; the shrink wrote whole blocks of `WRITTEN` ranks."""
+    """Up to sixteen tokens of a pair."""
     N: tl.constexpr = N0 + N1 + N2
     BLOCKS: tl.constexpr = tl.cdiv(N0, BLOCK_N) + tl.cdiv(N1, BLOCK_N) + tl.cdiv(N2, BLOCK_N)
-    PART: tl.constexpr = HS_ROWS * HS_RANKS
     block = block_ptr + work // BLOCKS * 4
     which, column, width, origin = slice_of(work % BLOCKS, BLOCK_N, N0, N1, N2)
     pair, first, count = tl.load(block), tl.load(block + 1), tl.load(block + 2)
@@ -224,17 +260,10 @@ def _shared(
         columns = column + tl.arange(0, BLOCK_N)
         in_slice = columns < width
         inside = mine[:, None] & in_slice[None, :]
-        rows = tl.arange(0, BLOCK_R)
-        b_first = shared_ptr + b_start.to(tl.int64) * VALUES + rows[:, None] * stride + columns[None, :]
+        b_first = shared_ptr + b_start.to(tl.int64) * VALUES + columns[None, :]
         own, e_offset = field(record, OWN_PAGES, mine, 0), field(record, E_OFFSET, mine, -1)
         ds_offset, shift_offset = field(record, DS_OFFSET, mine, -1), field(record, SHIFT_OFFSET, mine, -1)
-        granule = column // VALUES + tl.arange(0, BLOCK_N // VALUES)
-        has_e = mine & (e_offset >= 0)
-        e = load_rows(
-            pages_ptr, page_map_ptr, own[:, None], e_offset[:, None] + granule[None, :],
-            has_e[:, None] & (granule * VALUES < width)[None, :], VALUES,
-        )  # fmt: skip
-        e = tl.where(has_e[:, None], tl.reshape(e, [BLOCK_T, BLOCK_N]).to(tl.float32), 1.0)
+        e = _e_of(pages_ptr, page_map_ptr, own, e_offset, mine, column, width, BLOCK_T, BLOCK_N, VALUES)
         tl.debug_barrier()
         if PDL:
             tlc.gdc_wait()
@@ -246,18 +275,11 @@ def _shared(
             turned = inside & (field(record, R_OFFSET, mine, -1) >= 0)[:, None]
             row = (tokens + tl.load(rot_position_ptr + token, mask=mine, other=0) * SLICES + which).to(tl.int64)
             z += tl.load(y_ptr + row[:, None] * N + origin + columns[None, :], mask=turned, other=0.0).to(tl.float32)
-        h_first = hs_ptr + (which * SPLIT * HS_ROWS + first + places)[:, None] * HS_RANKS + rows[None, :]
-        written = tl.cdiv(rank, WRITTEN) * WRITTEN
-        total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-        for step in range(0, rank, BLOCK_R):
-            mask = (step + rows < rank)[:, None] & in_slice[None, :]
-            b = tl.load(b_first + step * stride, mask=mask, other=0.0, eviction_policy="evict_last")
-            both = mine[:, None] & (step + rows < written)[None, :]
-            h = _partial_sums(h_first, step, both, PART, SPLIT)
-            high = h.to(b.dtype)  # h in two halves of B's dtype: its rounding, and what that left
-            total = tl.dot(high, b, total, input_precision="ieee")
-            if b.dtype != tl.float32:
-                total = tl.dot((h - high.to(tl.float32)).to(b.dtype), b, total)
+        h_first = hs_ptr + (which * SPLIT * HS_ROWS + first + places)[:, None] * HS_RANKS
+        total = _times_shared_b(
+            h_first, b_first, stride, rank, mine, in_slice,
+            SPLIT, HS_ROWS * HS_RANKS, BLOCK_N, BLOCK_R, WRITTEN, BLOCK_T,
+        )  # fmt: skip
         total *= e
         if tl.max(ds_offset) >= 0:
             has = inside & (ds_offset >= 0)[:, None]

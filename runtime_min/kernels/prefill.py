@@ -67,6 +67,55 @@ def _turned(
     return total
 
 
+@triton.jit
+def _rest(
+    x_ptr, out_ptr, rot_position_ptr, rows, begin, tokens,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy those of a run of rows that no adapter turns."""
+    row = rows * BLOCK_T + tl.arange(0, BLOCK_T)
+    plain = tl.load(rot_position_ptr + row, mask=row < tokens, other=0) < 0
+    columns = begin + tl.arange(0, COLUMNS)
+    mask = plain[:, None] & (columns < K)[None, :]
+    where = row.to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(out_ptr + where, tl.load(x_ptr + where, mask=mask), mask=mask)
+
+
+@triton.jit
+def _delta(
+    xs, x_row, out_row, own, offset, block, repeats, begin, held, pages_ptr, page_map_ptr,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Write `x (R - I)` of one slice for a tile whose `xs` are held; a site without R has zeros there."""
+    if (offset >= 0) & (block > 1) & (BLOCK_C % tl.maximum(block, 1) == 0):
+        turns = ()
+        for step in tl.static_range(STEPS):  # no tile waits for the one before
+            column = begin + step * BLOCK_C
+            turns = turns + (
+                _blocks_of(own, offset, block, repeats, column, column, pages_ptr, page_map_ptr, K, BLOCK_C, VALUES),
+            )  # fmt: skip
+        for step in tl.static_range(STEPS):
+            columns = begin + step * BLOCK_C + tl.arange(0, BLOCK_C)
+            total = tl.dot(xs[step], turns[step], input_precision="ieee")
+            mask = held[:, None] & (columns < K)[None, :]
+            tl.store(out_row[:, None] + columns[None, :], total.to(out_row.dtype.element_ty), mask=mask)
+    else:
+        for step in range(STEPS):
+            column = begin + step * BLOCK_C
+            columns = column + tl.arange(0, BLOCK_C)
+            mask = held[:, None] & (columns < K)[None, :]
+            total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
+            if block == 1:
+                delta = load_values(pages_ptr, page_map_ptr, own, offset, columns, columns < K, VALUES)
+                x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
+                total = x.to(tl.float32) * delta.to(tl.float32)[None, :]
+            elif offset >= 0:
+                total = _turned(
+                    x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr, K, BLOCK_T, BLOCK_C, VALUES,
+                )  # fmt: skip
+            tl.store(out_row[:, None] + columns[None, :], total.to(out_row.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["first_site", "tokens", "tiles"])
 def prefill_rotate_kernel(
     x_ptr, out_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, rot_position_ptr, sites, first_site,
@@ -74,57 +123,35 @@ def prefill_rotate_kernel(
     K: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.rotate`. Grid: tiles of each slice, then tiles of plain rows; columns."""
+    """See `scute_compile.runtime_min.reference.rotate`. Grid: tiles, then runs of rows; columns.
+
+    A tile's x is read once: for its copy, and for the delta rows of every slice.
+    """
     unit, begin = tl.program_id(0), tl.program_id(1) * BLOCK_C * STEPS
-    if unit >= tiles * SLICES:
-        row = ((unit - tiles * SLICES) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-        columns = begin + tl.arange(0, BLOCK_C * STEPS)
-        mask = (row < tokens)[:, None] & (columns < K)[None, :]
-        where = row[:, None] * K + columns[None, :]
-        tl.store(out_ptr + where, tl.load(x_ptr + where, mask=mask), mask=mask)
+    if unit >= tiles:
+        _rest(x_ptr, out_ptr, rot_position_ptr, unit - tiles, begin, tokens, K, BLOCK_T, BLOCK_C * STEPS)
     else:
-        which, tile = unit % SLICES, tile_ptr + unit // SLICES * 4
+        tile = tile_ptr + unit * 4
         slot, first, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-        record = directory_ptr + (tl.maximum(slot, 0) * sites + first_site + which) * RECORD
-        own, offset, block = tl.load(record + OWN_PAGES), tl.load(record + R_OFFSET), tl.load(record + R_BLOCK)
-        repeats = tl.load(record + R_SHARED) > 0
         held = tl.arange(0, BLOCK_T) < count
         token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0).to(tl.int64)
         turned = tl.load(rot_position_ptr + token, mask=held, other=-1)
         if (slot >= 0) & (tl.max(turned) >= 0):
             x_row = x_ptr + token * K
-            out_row = out_ptr + (tokens + turned * SLICES + which).to(tl.int64) * K
-            if (offset >= 0) & (block > 1) & (BLOCK_C % tl.maximum(block, 1) == 0):
-                xs, turns = (), ()
-                for step in tl.static_range(STEPS):  # no tile waits for the one before
-                    column = begin + step * BLOCK_C
-                    columns = column + tl.arange(0, BLOCK_C)
-                    mask = held[:, None] & (columns < K)[None, :]
-                    xs = xs + (tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0),)
-                    turns = turns + (
-                        _blocks_of(own, offset, block, repeats, column, column, pages_ptr, page_map_ptr, K, BLOCK_C, VALUES),
-                    )  # fmt: skip
-                for step in tl.static_range(STEPS):
-                    columns = begin + step * BLOCK_C + tl.arange(0, BLOCK_C)
-                    mask = held[:, None] & (columns < K)[None, :]
-                    total = tl.dot(xs[step], turns[step], input_precision="ieee")
-                    tl.store(out_row[:, None] + columns[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
-            else:
-                for step in range(STEPS):
-                    column = begin + step * BLOCK_C
-                    columns = column + tl.arange(0, BLOCK_C)
-                    mask = held[:, None] & (columns < K)[None, :]
-                    total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
-                    if block == 1:
-                        delta = load_values(pages_ptr, page_map_ptr, own, offset, columns, columns < K, VALUES)
-                        x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
-                        total = x.to(tl.float32) * delta.to(tl.float32)[None, :]
-                    elif offset >= 0:
-                        total = _turned(
-                            x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr,
-                            K, BLOCK_T, BLOCK_C, VALUES,
-                        )  # fmt: skip
-                    tl.store(out_row[:, None] + columns[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+            xs = ()
+            for step in tl.static_range(STEPS):
+                columns = begin + step * BLOCK_C + tl.arange(0, BLOCK_C)
+                mask = held[:, None] & (columns < K)[None, :]
+                xs = xs + (tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0),)
+                tl.store((out_ptr + token * K)[:, None] + columns[None, :], xs[step], mask=mask)
+            for which in tl.static_range(SLICES):
+                record = directory_ptr + (slot * sites + first_site + which) * RECORD
+                own, offset, block = tl.load(record + OWN_PAGES), tl.load(record + R_OFFSET), tl.load(record + R_BLOCK)
+                out_row = out_ptr + (tokens + turned * SLICES + which).to(tl.int64) * K
+                _delta(
+                    xs, x_row, out_row, own, offset, block, tl.load(record + R_SHARED) > 0, begin, held, pages_ptr,
+                    page_map_ptr, K, BLOCK_T, BLOCK_C, STEPS, VALUES,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_site", "h_capacity"])
@@ -205,6 +232,42 @@ def _halves(total, h, b):
     return total
 
 
+@triton.jit
+def _times_b(
+    h_row, record, rank, column, width, held, shared_ptr, pages_ptr, page_map_ptr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_R_S: tl.constexpr,
+    VALUES: tl.constexpr, HAS_SHARED: tl.constexpr,
+):  # fmt: skip
+    """Return `h B` of a tile `(BLOCK_T, BLOCK_N)` in float32."""
+    first_page, offset, stride = (
+        tl.load(record + B_PAGES), tl.load(record + B_OFFSET), tl.load(record + B_STRIDE)
+    )  # fmt: skip
+    columns = column + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+    if HAS_SHARED & (tl.load(record + PAIR) >= 0):  # larger blocks; which ones is up to the adapter, not to the batch
+        b_first, b_stride = offset.to(tl.int64) * VALUES, stride * VALUES
+        for start in range(0, rank, BLOCK_R_S):
+            rows = start + tl.arange(0, BLOCK_R_S)
+            b = tl.load(
+                shared_ptr + b_first + rows[:, None] * b_stride + columns[None, :],
+                mask=(rows < rank)[:, None] & (columns < width)[None, :], other=0.0,
+            )  # fmt: skip
+            total = _halves(total, _rows_of_h(h_row, rows, rank, held), b)
+    else:
+        granule = column // VALUES + tl.arange(0, BLOCK_N // VALUES)
+        for start in range(0, rank, BLOCK_R):
+            rows = start + tl.arange(0, BLOCK_R)
+            b = tl.reshape(
+                load_rows(
+                    pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
+                    (rows < rank)[:, None] & (granule * VALUES < width)[None, :], VALUES,
+                ),
+                [BLOCK_R, BLOCK_N],
+            )  # fmt: skip
+            total = _halves(total, _rows_of_h(h_row, rows, rank, held), b)
+    return total
+
+
 @triton.jit(do_not_specialize=["first_site", "h_capacity", "tokens"])
 def prefill_expand_kernel(
     y_ptr, h_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
@@ -240,34 +303,11 @@ def prefill_expand_kernel(
             e = load_values(pages_ptr, page_map_ptr, own, e_offset, columns, in_slice & (e_offset >= 0), VALUES)
             total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
             if rank > 0:
-                first_page, offset, stride = (
-                    tl.load(record + B_PAGES), tl.load(record + B_OFFSET), tl.load(record + B_STRIDE)
-                )  # fmt: skip
-                pair = tl.load(record + PAIR)
-                b_first, b_stride = offset.to(tl.int64) * VALUES, stride * VALUES
                 h_row = tl.load(row_h_ptr + token, mask=held, other=0)
-                STEP: tl.constexpr = BLOCK_N // VALUES
-                granule = column // VALUES + tl.arange(0, STEP)
-                h_place = h_ptr + which * h_capacity + h_row
-                if HAS_SHARED & (pair >= 0):  # larger blocks; which ones is up to the adapter, not to the batch
-                    for start in range(0, rank, BLOCK_R_S):
-                        rows = start + tl.arange(0, BLOCK_R_S)
-                        b = tl.load(
-                            shared_ptr + b_first + rows[:, None] * b_stride + columns[None, :],
-                            mask=(rows < rank)[:, None] & in_slice[None, :], other=0.0,
-                        )  # fmt: skip
-                        total = _halves(total, _rows_of_h(h_place, rows, rank, held), b)
-                else:
-                    for start in range(0, rank, BLOCK_R):
-                        rows = start + tl.arange(0, BLOCK_R)
-                        b = tl.reshape(
-                            load_rows(
-                                pages_ptr, page_map_ptr, first_page, offset + rows[:, None] * stride + granule[None, :],
-                                (rows < rank)[:, None] & (granule * VALUES < width)[None, :], VALUES,
-                            ),
-                            [BLOCK_R, BLOCK_N],
-                        )  # fmt: skip
-                        total = _halves(total, _rows_of_h(h_place, rows, rank, held), b)
+                total = _times_b(
+                    h_ptr + which * h_capacity + h_row, record, rank, column, width, held, shared_ptr, pages_ptr, page_map_ptr,
+                    BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_R_S, VALUES, HAS_SHARED,
+                )  # fmt: skip
                 if e_offset >= 0:
                     total *= e.to(tl.float32)[None, :]
             z = base.to(tl.float32)

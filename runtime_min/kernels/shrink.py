@@ -69,6 +69,29 @@ def _owned(
 
 
 @triton.jit
+def _product(
+    x_ptr, a_ptr, a_stride, rows, rank, token, held, start,
+    K: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Return `x A^T` of a tile `(BLOCK_T, BLOCK_R)` over a run of K, of which each of `LANES` warps takes a part."""
+    lanes = tl.arange(0, LANES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    sums = tl.zeros([LANES, BLOCK_T, BLOCK_R], dtype=tl.float32)
+    for step in range(0, RUN, LANES * BLOCK_K):
+        k = start + step + lanes
+        x = tl.load(
+            x_ptr + token.to(tl.int64)[None, :, None] * K + k[:, None, :],
+            mask=held[None, :, None] & (k < K)[:, None, :], other=0.0,
+        )  # fmt: skip
+        a = tl.load(
+            a_ptr + rows[None, None, :] * a_stride + k[:, :, None],
+            mask=(rows < rank)[None, None, :] & (k < K)[:, :, None], other=0.0, eviction_policy="evict_last",
+        )  # fmt: skip
+        sums = tl.dot(x, a, sums, input_precision="ieee")
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
 def _shared(
     work, x_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, pair_rows_ptr,
     pair_slots_ptr, pair_ptr, sites, first_site,
@@ -111,20 +134,10 @@ def _shared(
             at = tl.max_contiguous(tl.multiple_of(at, [1, 1, VALUES]), [1, 1, VALUES])
             d = tl.load(pages_ptr + at, mask=has_d[:, :, None], other=1.0)
             scales = scales + (tl.reshape(d, [BLOCK_T, BLOCK_R]),)
-        lanes = tl.arange(0, LANES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        sums = tl.zeros([LANES, BLOCK_T, BLOCK_R], dtype=tl.float32)
-        for step in range(0, RUN, STRIDE):
-            k = part * RUN + step + lanes
-            x = tl.load(
-                x_ptr + token.to(tl.int64)[None, :, None] * K + k[:, None, :],
-                mask=held[None, :, None] & (k < K)[:, None, :], other=0.0,
-            )  # fmt: skip
-            a = tl.load(
-                shared_ptr + a_first + rows[None, None, :] * a_stride + k[:, :, None],
-                mask=(rows < rank)[None, None, :] & (k < K)[:, :, None], other=0.0, eviction_policy="evict_last",
-            )  # fmt: skip
-            sums = tl.dot(x, a, sums, input_precision="ieee")
-        total = tl.sum(sums, axis=0)
+        total = _product(
+            x_ptr, shared_ptr + a_first, a_stride, rows, rank, token, held, part * RUN,
+            K, RUN, BLOCK_K, LANES, BLOCK_T, BLOCK_R,
+        )  # fmt: skip
         if PDL:
             tlc.gdc_wait()
         for which in tl.static_range(SLICES):
