@@ -11,9 +11,9 @@ import torch
 from scute_compile.codes import Code
 from scute_compile.diagnostics import Findings, fail
 from scute_compile.runtime_min.image import AdapterImage
+from scute_compile.runtime_min.leases import Resident
 from scute_compile.runtime_min.page_pool import PageCounts
 from scute_compile.runtime_min.record import PAGE_BYTES
-from scute_compile.runtime_min.residents import Resident
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,16 +25,18 @@ SMALL_PAGES = 4096
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Gathered:
-    """Small images that come in together; what is written for them is held back until all of them are staged."""
+    """Small images that come in together; everything that is written for them is held back until all are placed."""
 
     staging: torch.Tensor
     """1-D uint8 on the device."""
+    begin: int = 0
     used: int = 0
-    """Bytes of it that hold images."""
+    """The part of it, in bytes, that placed images take."""
     staged: torch.Tensor | None = None
     """The image that came last, about which nothing is decided yet."""
+    buffers: list[torch.Tensor] = field(default_factory=list)
     pages: list[torch.Tensor] = field(default_factory=list)
-    entries: list[torch.Tensor] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     records: dict[int, torch.Tensor] = field(default_factory=dict)
     """By slot, the last that was written."""
 
@@ -95,6 +97,8 @@ class DeviceMemory:
     def stage(self, buffer: torch.Tensor) -> torch.Tensor:
         """Start the long copy of an image, or of its first 256 MiB, before anything is decided about its pages.
 
+        A small one that comes in with others gets its place alone.
+
         Raises:
             ScuteError: SC805 when the device has no memory left beside the pool.
         """
@@ -102,10 +106,10 @@ class DeviceMemory:
             return self._stage_alone(buffer)
         if self._gathered.used + len(buffer) > len(self._gathered.staging):
             self._scatter()
+            self._gathered.begin = self._gathered.used = 0
         gathered = self._gathered
         gathered.staged = gathered.staging[gathered.used : gathered.used + len(buffer)]
-        with self._writing():
-            return gathered.staged.copy_(buffer, non_blocking=True)
+        return gathered.staged
 
     def _stage_alone(self, buffer: torch.Tensor) -> torch.Tensor:
         part = buffer[: STAGING_PAGES * PAGE_BYTES]
@@ -129,8 +133,9 @@ class DeviceMemory:
         count, gathered = len(pages), self._gathered
         if gathered is not None and staged is not None and staged is gathered.staged:
             gathered.used += len(staged)
+            gathered.buffers.append(buffer)
             gathered.pages.append(pages)
-            gathered.entries.append(torch.arange(start, start + count, dtype=torch.int32))
+            gathered.starts.append(start)
             return
         # eight bytes at a time: pages are moved, not computed with
         target = self.pages.view(torch.int64)
@@ -174,12 +179,19 @@ class DeviceMemory:
         if gathered is None:
             return
         if gathered.pages:
-            places = self._pinned(torch.stack((torch.cat(gathered.entries), torch.cat(gathered.pages))))
+            entries = [
+                torch.arange(x, x + len(p), dtype=torch.int32)
+                for x, p in zip(gathered.starts, gathered.pages, strict=True)
+            ]
+            tables = self._pinned(torch.stack((torch.cat(entries), torch.cat(gathered.pages))))
+            images = gathered.staging[gathered.begin : gathered.used]
             with self._writing():
-                entries, numbers = places.to(self.pages.device, non_blocking=True)
-                self.page_map.index_copy_(0, entries.long(), numbers)
-                images = gathered.staging[: gathered.used].view(torch.int64).view(len(numbers), -1)
-                self.pages.view(torch.int64).index_copy_(0, numbers.long(), images)
+                parts = torch.split(images, [len(buffer) for buffer in gathered.buffers])
+                torch._foreach_copy_(list(parts), gathered.buffers, non_blocking=True)
+                at, numbers = tables.to(self.pages.device, non_blocking=True)
+                self.page_map.index_copy_(0, at.long(), numbers)
+                pages = images.view(torch.int64).view(len(numbers), -1)
+                self.pages.view(torch.int64).index_copy_(0, numbers.long(), pages)
         if gathered.records:
             slots = self._pinned(torch.tensor(list(gathered.records)))
             records = self._pinned(torch.stack(list(gathered.records.values())))
@@ -188,7 +200,9 @@ class DeviceMemory:
                 self.directory.index_copy_(
                     0, slots.to(device, non_blocking=True), records.to(device, non_blocking=True)
                 )  # fmt: skip
-        self._gathered = _Gathered(staging=gathered.staging)
+        self._gathered = _Gathered(
+            staging=gathered.staging, begin=gathered.used, used=gathered.used, staged=gathered.staged
+        )  # fmt: skip
 
     def wait(self) -> None:
         """Make the current stream wait for all writes so far; the host doesn't wait."""

@@ -33,10 +33,11 @@ from scute_compile.runtime_min.admission import (
 from scute_compile.runtime_min.device_memory import DeviceMemory
 from scute_compile.runtime_min.gather import read_field
 from scute_compile.runtime_min.image import AdapterImage, FactorImage, host_bytes
+from scute_compile.runtime_min.leases import Lease, Leases, Resident
 from scute_compile.runtime_min.page_pool import PagePool
 from scute_compile.runtime_min.pool_stats import PoolStats
 from scute_compile.runtime_min.record import PAGE_BYTES, Field, SiteSlot
-from scute_compile.runtime_min.residents import Lease, Leases, Resident, Residents
+from scute_compile.runtime_min.residents import Residents
 from scute_compile.runtime_min.step_plan import SlotFacts
 
 if TYPE_CHECKING:
@@ -170,10 +171,9 @@ class ResidentPool:
         """
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        coming = [self._host[name].buffer for name in wanted if name not in self._current]
+        coming, keep = [self._host[name].buffer for name in wanted if name not in self._current], frozenset(wanted)
         if coming:  # an engine asks at every step, mostly for the same
             self._check_batch(wanted)
-        keep = frozenset(wanted)
         with self.memory.together(coming):
             for name in wanted:
                 if name in self._current:
@@ -283,8 +283,8 @@ class ResidentPool:
             factors={factor.key: factor.pages * PAGE_BYTES for factor in self._residents.factors},
             host=host_bytes(self._host.values()), host_adapters=len(self._host),
             map_entries=len(self.memory.page_map), map_moved=self._residents.map_moved,
-            map_in_use=len(self.memory.page_map) - self._residents.map_free,
-            shared_pages=len(self.memory.shared), shared_moved=self._residents.shared_moved,
+            map_in_use=len(self.memory.page_map) - self._residents.map_free, shared_pages=len(self.memory.shared),
+            shared_moved=self._residents.shared_moved,
         )  # fmt: skip
 
     def _read(self, name: str, source: Source) -> AdapterImage:
@@ -306,7 +306,7 @@ class ResidentPool:
 
     def _check_batch(self, names: Sequence[str]) -> None:
         """Refuse a batch whose adapters don't fit at once beside those that are held, before anything is evicted."""
-        batch = [self._current.get(name) for name in names]
+        batch = {self._current.get(name) for name in names}
         held = [resident.image for resident in self._residents if resident.held and resident not in batch]
         counts = self._pool.counts
         room = Room(
@@ -320,8 +320,7 @@ class ResidentPool:
         return (item for name, item in self._current.items() if not item.held and name not in keep)
 
     def _bring_in(self, image: AdapterImage, candidates: Iterable[Resident]) -> Resident:
-        resident = self._try_in(image, candidates)
-        if resident is None:
+        if (resident := self._try_in(image, candidates)) is None:
             refuse_room(image, needed=image.pages, free=self._pool.free)
         return resident
 

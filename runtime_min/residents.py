@@ -13,84 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import fail
 from scute_compile.runtime_min.device_memory import DeviceMemory
 from scute_compile.runtime_min.image import AdapterImage, FactorImage, FactorWindow
-from scute_compile.runtime_min.page_pool import Holding, PagePool, Runs
+from scute_compile.runtime_min.leases import Placed, Resident
+from scute_compile.runtime_min.page_pool import PagePool, Runs
 from scute_compile.runtime_min.record import PAGE_BYTES, PAGE_GRANULES, Field
 from scute_compile.runtime_min.step_plan import SlotFacts
 
 _PLACES = [Field.A_PAGES, Field.B_PAGES, Field.OWN_PAGES]
 """Fields of a record that count from the start of the adapter's own run of the page map."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Placed:
-    """Pages of one image, and where they stand in the page map."""
-
-    holding: Holding
-    start: int
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Resident:
-    """One adapter on the device."""
-
-    image: AdapterImage
-    slot: int
-    own: Placed
-    pairs: tuple[int, ...]
-    """Indices of its shared pair, by the image's own numbers of windows."""
-    facts: SlotFacts
-    """What the plan of a step needs to know of it."""
-    uses: int = 0
-    """Running steps that read it."""
-    pinned: bool = False
-    retired: bool = False
-    """Whether it was replaced and stays for running steps alone."""
-    last_use: torch.cuda.Event | None = None
-    """The end of the last step that read it."""
-
-    @property
-    def held(self) -> bool:
-        """Whether it must not be evicted."""
-        return self.pinned or self.uses > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lease:
-    """The adapters of one step; they stay where they are until the lease is released."""
-
-    slots: Mapping[str, int]
-    """Slot in the directory by name."""
-    residents: tuple[Resident, ...]
-
-
-class Leases:
-    """The leases that are held; each is given back once."""
-
-    def __init__(self) -> None:
-        self._open: set[Lease] = set()
-
-    def take(self, slots: Mapping[str, int], residents: tuple[Resident, ...]) -> Lease:
-        """Hold the adapters of a step."""
-        lease = Lease(slots=slots, residents=residents)
-        for resident in residents:
-            resident.uses += 1
-        self._open.add(lease)
-        return lease
-
-    def give_back(self, lease: Lease, end: torch.cuda.Event | None) -> None:
-        """Let the adapters of a step go. Raises SC703 for a lease that isn't held (any more)."""
-        if lease not in self._open:
-            fail(Code.SC703, where="a lease of " + (", ".join(lease.slots) or "no adapter"),
-                 found="one that was given back already, or is another pool's", expected="a lease that is held",
-                 next="release each lease once, where it was acquired")  # fmt: skip
-        self._open.remove(lease)
-        for resident in lease.residents:
-            resident.uses -= 1
-            resident.last_use = end
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,6 +37,37 @@ class _Pair:
     rank: int
     index: int
     references: int = 0
+
+
+class _SharedRoom:
+    """Whether an adapter's shared factors and pairs have room, as others that may share them are thought away."""
+
+    def __init__(
+        self, adapter: AdapterImage, factors: Mapping[str, _Factor], pairs: Mapping[tuple[str, str], _Pair], *,
+        free: int, rows: int,
+    ) -> None:  # fmt: skip
+        self._free, self._rows = free, rows
+        """Pages of shared factors' memory, and rows of the pairs' table."""
+        self._new_pages = sum(factor.pages for factor in adapter.factors if factor.key not in factors)
+        self._new_pairs = sum(pair not in pairs for pair in _pairs_of(adapter))
+        self._factors = Counter({key: factor.references for key, factor in factors.items()})
+        self._factors.update(factor.key for factor in adapter.factors)
+        self._pairs = Counter({key: pair.references for key, pair in pairs.items()})
+        self._pairs.update(_pairs_of(adapter))
+
+    @property
+    def short(self) -> bool:
+        """Whether there is too little."""
+        return self._new_pairs > self._rows or self._new_pages > self._free
+
+    def without(self, other: AdapterImage) -> None:
+        """Think an adapter away: a factor goes with its last tenant."""
+        for factor in other.factors:
+            self._factors[factor.key] -= 1
+            self._free += 0 if self._factors[factor.key] else factor.pages
+        for pair in _pairs_of(other):
+            self._pairs[pair] -= 1
+            self._rows += not self._pairs[pair]
 
 
 class Residents:
@@ -163,10 +125,6 @@ class Residents:
             rows[pair.index] = (pair.rank, *(0,) * 7)
         return tuple(rows)
 
-    def shared_needed(self, image: AdapterImage) -> int:
-        """Return the pages of the shared factors that an adapter needs and that aren't there."""
-        return sum(factor.pages for factor in image.factors if factor.key not in self._factors)
-
     def victims(self, image: AdapterImage | int, candidates: Iterable[Resident]) -> tuple[Resident, ...] | None:
         """Return the first candidates that must go before an image fits, or None when all of them are too few.
 
@@ -175,32 +133,24 @@ class Residents:
         """
         adapter = image if isinstance(image, AdapterImage) else None
         needed = image if isinstance(image, int) else image.pages
-        factors = Counter({key: factor.references for key, factor in self._factors.items()})
-        pairs = Counter({key: pair.references for key, pair in self._pairs.items()})
-        new_pairs = new_shared = 0
-        if adapter is not None:
-            factors.update(factor.key for factor in adapter.factors)
-            new_shared = self.shared_needed(adapter)
-            new_pairs = sum(pair not in self._pairs for pair in _pairs_of(adapter))
-            pairs.update(_pairs_of(adapter))
-        free, shared, map_free = self._pool.free, self._shared.free, self._ranges.free
-        slots, rows = len(self._slots), len(self._pair_rows)
+        shared = None
+        if adapter is not None and adapter.pairs:
+            shared = _SharedRoom(adapter, self._factors, self._pairs, free=self._shared.free, rows=len(self._pair_rows))
+        free, map_free, slots = self._pool.free, self._ranges.free, len(self._slots)
         chosen: list[Resident] = []
         waiting = iter(candidates)
-        while needed > free or (
-            adapter is not None and (slots < 1 or new_pairs > rows or needed > map_free or new_shared > shared)
+        while (
+            needed > free
+            or (adapter is not None and (slots < 1 or needed > map_free))
+            or (shared is not None and shared.short)
         ):
             if (victim := next(waiting, None)) is None:
                 return None
             chosen.append(victim)
             slots += 1
-            for factor in victim.image.factors:
-                factors[factor.key] -= 1
-                shared += 0 if factors[factor.key] else factor.pages
-            for pair in _pairs_of(victim.image):
-                pairs[pair] -= 1
-                rows += not pairs[pair]
             free, map_free = free + victim.image.pages, map_free + victim.image.pages
+            if shared is not None:
+                shared.without(victim.image)
         return tuple(chosen)
 
     def has_gaps(self, image: AdapterImage) -> bool:

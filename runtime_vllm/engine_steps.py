@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
+from scute_compile.runtime_min.leases import Lease
 from scute_compile.runtime_min.resident_pool import ResidentPool
-from scute_compile.runtime_min.residents import Lease
 from scute_compile.runtime_min.step_form import Features, features_of, fixed_features
 from scute_compile.runtime_min.step_plan import WIDE_RANK, Capacity, StepBuffers, StepPlan, plan_step
 

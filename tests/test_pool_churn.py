@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from scute_compile.diagnostics import Diagnostic, ScuteError
+from scute_compile.runtime_min.leases import Lease
 from scute_compile.runtime_min.record import PAGE_BYTES, Field
-from scute_compile.runtime_min.residents import Lease
 from tests.pool_images import METHODS, assert_reads_back, image, pool_of
 
 PAGES, SLOTS, LENDABLE = 24, 4, 14
