@@ -53,6 +53,7 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         model = vllm_config.model_config
         self.base = EngineBase(source=model.model, revision=model.revision, quantized=bool(model.quantization))
         self._stages = int(vllm_config.parallel_config.pipeline_parallel_size)
+        self.splits_steps = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
         self.digests: dict[int, str] = {}
         """Content of each artifact by vLLM's number, until that adapter is removed."""
         self._models: dict[int, Any] = {}

@@ -78,6 +78,11 @@ def in_one_order(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
 
 
 def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any:
+    if slots.splits_steps:  # plain folders too: their layers would see half of a step's tokens
+        refuse_engine(
+            request.lora_name, "an engine that splits its steps in microbatches",
+            "start the engine without --enable-dbo and --ubatch-size",
+        )  # fmt: skip
     path = Path(get_adapter_absolute_path(request.lora_path))
     if is_artifact(path):
         return _from_artifact(slots, request, open_artifact(path, verify_hashes=False))
