@@ -5,9 +5,8 @@
 Llama-3.1-8B's layer shapes in bf16, all seven projections as four fused GEMMs, four distinct layers in rotation for
 32, one token per tenant, every tenant another adapter, CUDA graph replays, medians. vLLM's kernels are timed in the
 same run when `.vllm_ops` is there (see `unpack_vllm_ops.sh`). Floor: adapter bytes over the read bandwidth that a sum
-over 2 GiB reached, plus launches times the cost of a tiny kernel in a graph, both measured here. Model: the same with
-the bytes of shared pairs at every layer, and with what a launch of the runtime's own kernels costs where there is next
-to nothing to move, measured here with one tenant of the smallest ranks and blocks. Nothing is fitted to what it tells.
+over 2 GiB reached, plus launches times the cost of a tiny kernel in a graph, both measured here. Model: what
+`time_model.py` says, from launches of the runtime's own kernels and from reads of as many bytes, measured here as well.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from time_model import ReadTimes, modelled_ms, moved, read_times
 
 from scute_compile.runtime_min.launch import adapted_linear
 from scute_compile.runtime_min.resident_pool import ResidentPool
@@ -36,7 +36,7 @@ GEMMS = (
     ("down", 14336, (4096,)),
 )
 SITES = 7
-PAIR_RANK = 256
+PAIR_RANK, BLOCK = 256, 32
 LAUNCHES = {"lora": 2, "dora": 2, "ia3": 1, "vera": 2, "oft": 2}
 Call = Callable[[], object]
 
@@ -93,7 +93,7 @@ class Pool:
     """Adapters of several methods, resident, and the plan of a step with a row or more for each."""
 
     def __init__(
-        self, methods: Sequence[tuple[str, int]], *, rows: int = 1, pair_rank: int = PAIR_RANK, block: int = 32
+        self, methods: Sequence[tuple[str, int]], *, rows: int = 1, pair_rank: int = PAIR_RANK, block: int = BLOCK
     ) -> None:
         """Make and load one adapter per `(method, rank)`; more than one row each is a prefill step."""
         sites = sites_of(replace(LLAMA_8B, layers=DISTINCT_LAYERS))
@@ -198,22 +198,26 @@ def launch_costs(base: Base) -> Mapping[str, float]:
     return {**costs, "dora": costs["lora"]}
 
 
-def modelled_ms(methods: Sequence[tuple[str, int]], own_bytes: int, read: float, costs: Mapping[str, float]) -> float:
-    """Return the time that a pool should add: its bytes over the bandwidth, and what its launches cost.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Tells what a pool of adapters with one row each should add to a step."""
 
-    A mix launches one expand, one shrink where any adapter has low-rank terms, and one rotation where any turns x.
-    """
-    named = {method for method, _ in methods}
-    expand = costs["ia3"]
-    shrink = max((costs[method] - expand for method in named & {"lora", "dora", "vera"}), default=0.0)
-    rotation = costs["oft"] - expand if "oft" in named else 0.0
-    pair = sum(k + sum(widths) for _, k, widths in GEMMS) * PAIR_RANK * DTYPE.itemsize * LAYERS
-    moved = own_bytes + (pair if "vera" in named else 0)
-    return moved / read * 1e3 + LAYERS * len(GEMMS) * (expand + shrink + rotation)
+    read: ReadTimes
+    costs: Mapping[str, float]
+    """Of `launch_costs`."""
+
+    def __call__(self, base: Base, methods: Sequence[tuple[str, int]], plain: float) -> float:
+        """Return milliseconds; `plain` is the time of the base's GEMMs for the same rows."""
+        traffic = [moved(methods, gemm, pair_rank=PAIR_RANK, block=BLOCK, size=DTYPE.itemsize) for gemm in GEMMS]
+        added = LAYERS * modelled_ms(traffic, [method for method, _ in methods], self.read, self.costs)
+        if turned := sum(method == "oft" for method, _ in methods):
+            rows = [normal(len(methods) + turned * len(widths), k) for _, k, widths in GEMMS]
+            added += plain_ms(base, rows) - plain
+        return added
 
 
 def measure(
-    base: Base, tenants: int, read: float, launch: float, costs: Mapping[str, float], *, with_vllm: bool
+    base: Base, tenants: int, read: float, launch: float, model: Model, *, with_vllm: bool
 ) -> dict[str, object]:
     """Measure every pool of one size, printing as it goes."""
     errors = []
@@ -228,11 +232,11 @@ def measure(
         step = median_ms(lambda p=pool, ins=inputs: base.step(p.layer(ins)))
         most = max(LAUNCHES[method] for method, _ in methods)
         floor = pool.bytes / read * 1e3 + LAYERS * len(GEMMS) * most * launch * 1e3
-        model, added = modelled_ms(methods, pool.bytes, read, costs), step - own
-        errors.append(abs(model / added - 1))
-        rows[name] = {"step_ms": step, "added_ms": added, "floor_ms": floor, "model_ms": model, "bytes": pool.bytes}
+        told, added = model(base, methods, own), step - own
+        errors.append(abs(told / added - 1))
+        rows[name] = {"step_ms": step, "added_ms": added, "floor_ms": floor, "model_ms": told, "bytes": pool.bytes}
         print(f"  {name:18s} step {step:6.3f}  added {added:6.3f}  floor {floor:5.3f}  "
-              f"model {model:5.3f}  {pool.bytes / 1e6:7.1f} MB", flush=True)  # fmt: skip
+              f"model {told:5.3f}  {pool.bytes / 1e6:7.1f} MB", flush=True)  # fmt: skip
         del pool
         torch.cuda.empty_cache()
     rows["model_error"] = statistics.median(errors)
@@ -255,10 +259,12 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: read {read / 1e12:.2f} TB/s, tiny kernel in a graph {launch * 1e6:.2f} us")
     base = Base.random()
     with_vllm = (Path(__file__).parent.parent / ".vllm_ops").is_dir()
-    costs = launch_costs(base)
+    costs, times = launch_costs(base), read_times(median_ms, DEVICE)
+    print("reading alone, us: " + ", ".join(f"{n / 1e6:.1f} MB {times(n) * 1e3:.1f}" for n in (1e6, 4e6, 16e6, 64e6)))
     print("kernels of one GEMM with next to nothing to move, us: "
           + ", ".join(f"{method} {cost * 1e3:.1f}" for method, cost in costs.items()))  # fmt: skip
-    sizes = {str(n): measure(base, n, read, launch, costs, with_vllm=with_vllm) for n in options.tenants}
+    model = Model(read=times, costs=costs)
+    sizes = {str(n): measure(base, n, read, launch, model, with_vllm=with_vllm) for n in options.tenants}
     result = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -1,0 +1,138 @@
+"""What a decode step's kernels should take: what a launch costs, and what reading its bytes takes. Nothing is fitted.
+
+Both are measured in the same run. A launch: the runtime's own kernels with one tenant that has next to nothing to move.
+Bytes: a kernel that only reads as many, from memory that no cache holds; a few MB don't reach the bandwidth of a long
+read, so the rate is measured by size. Delta rows of rotations: the base's own GEMM with that many more rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+RUN = 4096
+"""Values that one program of the reading kernel adds up."""
+SIZES = (0, *(1 << power for power in range(16, 27)))
+"""Bytes per launch, up to 64 MiB."""
+LAUNCHES = 64
+Timed = Callable[[Callable[[], object]], float]
+Gemm = tuple[str, int, tuple[int, ...]]
+
+
+@triton.jit
+def read_kernel(x_ptr, out_ptr, RUN: tl.constexpr):  # noqa: ANN001, ANN201 - Triton gives them no types
+    """Add up `RUN` values per program."""
+    at = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + at).to(tl.float32)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTimes:
+    """Milliseconds that reading takes beyond a launch that reads one run alone, by bytes."""
+
+    sizes: tuple[int, ...]
+    times: tuple[float, ...]
+
+    def __call__(self, size: float) -> float:
+        """Return the time between the two nearest sizes, in proportion; beyond the largest, at its rate.
+
+        >>> times = ReadTimes(sizes=(0, 10, 20), times=(0.0, 1.0, 3.0))
+        >>> times(5), times(15), times(40)
+        (0.5, 2.0, 6.0)
+        """
+        if size >= self.sizes[-1]:
+            return self.times[-1] * size / self.sizes[-1]
+        place = max(1, bisect_left(self.sizes, size))
+        low, high = self.sizes[place - 1], self.sizes[place]
+        before, after = self.times[place - 1], self.times[place]
+        return before + (after - before) * (size - low) / (high - low)
+
+
+def read_times(timed: Timed, device: torch.device) -> ReadTimes:
+    """Measure them, each launch on bytes that the launches before left out of the cache.
+
+    Args:
+        timed: Returns the milliseconds of a call.
+        device: A GPU.
+    """
+    values = torch.randn(1 << 30, device=device).to(torch.bfloat16)
+    out = torch.empty(len(values) // RUN, device=device)
+
+    def read(size: int) -> float:
+        programs = max(1, size // (RUN * values.element_size()))
+        step = max(programs * RUN, len(values) // LAUNCHES)
+
+        def launches() -> None:
+            for number in range(LAUNCHES):
+                first = number * step % (len(values) - programs * RUN + 1)
+                read_kernel[(programs,)](values[first:], out, RUN=RUN)
+
+        return timed(launches) / LAUNCHES
+
+    least = read(0)
+    return ReadTimes(sizes=SIZES, times=tuple(max(0.0, read(size) - least) for size in SIZES))
+
+
+@dataclass(slots=True, kw_only=True)
+class Moved:
+    """Bytes that the kernels of one GEMM read of adapters."""
+
+    rotate: int = 0
+    shrink: int = 0
+    expand: int = 0
+
+
+def moved(methods: Sequence[tuple[str, int]], gemm: Gemm, *, pair_rank: int, block: int, size: int) -> Moved:
+    """Return what a step with one row of each adapter reads at a GEMM; a pair is read once for all of its tenants.
+
+    Args:
+        methods: Method and rank of each adapter.
+        gemm: Its name, inputs, and the outputs of its slices.
+        pair_rank: Of the shared pair.
+        block: Width of rotation blocks.
+        size: Bytes per value.
+
+    >>> moved([("dora", 16), ("oft", 0)], ("o", 8, (4,)), pair_rank=0, block=2, size=2)
+    Moved(rotate=32, shrink=256, expand=136)
+    """
+    _, inputs, widths = gemm
+    outputs, found = sum(widths), Moved()
+    for method, rank in methods:
+        if method in ("lora", "dora"):
+            found.shrink += len(widths) * rank * inputs
+            found.expand += (rank + (method == "dora")) * outputs
+        elif method == "ia3":
+            found.expand += sum(widths[1:])  # k, v and up
+        elif method == "oft":
+            found.rotate += len(widths) * inputs * block
+        else:
+            found.shrink += len(widths) * pair_rank
+            found.expand += outputs
+    if any(method == "vera" for method, _ in methods):
+        found.shrink += pair_rank * inputs
+        found.expand += pair_rank * outputs
+    return Moved(rotate=found.rotate * size, shrink=found.shrink * size, expand=found.expand * size)
+
+
+def modelled_ms(traffic: Sequence[Moved], methods: Sequence[str], read: ReadTimes, costs: Mapping[str, float]) -> float:
+    """Return the milliseconds that kernels should add at some GEMMs, without a rotation's rows in the GEMM itself.
+
+    A mix launches one expand, one shrink where any adapter has low-rank terms, and one rotation where any turns x.
+
+    Args:
+        traffic: Of each GEMM.
+        methods: Of the adapters.
+        read: How long reading takes.
+        costs: By method, what a GEMM's launches cost with one least tenant.
+    """
+    expand = costs["ia3"]
+    shrink = max((costs[method] - expand for method in {*methods} & {"lora", "dora", "vera"}), default=0.0)
+    rotation = costs["oft"] - expand if "oft" in methods else 0.0
+    return sum(
+        expand + shrink + rotation + read(each.rotate) + read(each.shrink) + read(each.expand) for each in traffic
+    )
