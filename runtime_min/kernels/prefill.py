@@ -70,50 +70,66 @@ def _turned(
 @triton.jit
 def _rest(
     x_ptr, out_ptr, rot_position_ptr, rows, begin, tokens,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Copy those of a run of rows that no adapter turns."""
     row = rows * BLOCK_T + tl.arange(0, BLOCK_T)
     plain = tl.load(rot_position_ptr + row, mask=row < tokens, other=0) < 0
-    columns = begin + tl.arange(0, COLUMNS)
-    mask = plain[:, None] & (columns < K)[None, :]
-    where = row.to(tl.int64)[:, None] * K + columns[None, :]
-    tl.store(out_ptr + where, tl.load(x_ptr + where, mask=mask), mask=mask)
+    for step in range(STEPS):
+        columns = begin + step * BLOCK_C + tl.arange(0, BLOCK_C)
+        mask = plain[:, None] & (columns < K)[None, :]
+        where = row.to(tl.int64)[:, None] * K + columns[None, :]
+        tl.store(out_ptr + where, tl.load(x_ptr + where, mask=mask), mask=mask)
 
 
 @triton.jit
-def _delta(
-    xs, x_row, out_row, own, offset, block, repeats, begin, held, pages_ptr, page_map_ptr,
+def _any_delta(
+    x_row, copy_row, out_row, record, begin, held, pages_ptr, page_map_ptr,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Write `x (R - I)` of one slice for a tile whose `xs` are held; a site without R has zeros there."""
-    if (offset >= 0) & (block > 1) & (BLOCK_C % tl.maximum(block, 1) == 0):
-        turns = ()
-        for step in tl.static_range(STEPS):  # no tile waits for the one before
-            column = begin + step * BLOCK_C
-            turns = turns + (
-                _blocks_of(own, offset, block, repeats, column, column, pages_ptr, page_map_ptr, K, BLOCK_C, VALUES),
+    """Write a copy of x and `x (R - I)` of one slice, whatever its blocks; a site without R has zeros there."""
+    own, offset, block = tl.load(record + OWN_PAGES), tl.load(record + R_OFFSET), tl.load(record + R_BLOCK)
+    repeats = tl.load(record + R_SHARED) > 0
+    for step in range(STEPS):
+        column = begin + step * BLOCK_C
+        columns = column + tl.arange(0, BLOCK_C)
+        mask = held[:, None] & (columns < K)[None, :]
+        x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
+        tl.store(copy_row[:, None] + columns[None, :], x, mask=mask)
+        total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
+        if block == 1:
+            delta = load_values(pages_ptr, page_map_ptr, own, offset, columns, columns < K, VALUES)
+            total = x.to(tl.float32) * delta.to(tl.float32)[None, :]
+        elif offset >= 0:
+            total = _turned(
+                x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr, K, BLOCK_T, BLOCK_C, VALUES,
             )  # fmt: skip
-        for step in tl.static_range(STEPS):
-            columns = begin + step * BLOCK_C + tl.arange(0, BLOCK_C)
-            total = tl.dot(xs[step], turns[step], input_precision="ieee")
-            mask = held[:, None] & (columns < K)[None, :]
-            tl.store(out_row[:, None] + columns[None, :], total.to(out_row.dtype.element_ty), mask=mask)
-    else:
-        for step in range(STEPS):
-            column = begin + step * BLOCK_C
-            columns = column + tl.arange(0, BLOCK_C)
-            mask = held[:, None] & (columns < K)[None, :]
-            total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
-            if block == 1:
-                delta = load_values(pages_ptr, page_map_ptr, own, offset, columns, columns < K, VALUES)
-                x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
-                total = x.to(tl.float32) * delta.to(tl.float32)[None, :]
-            elif offset >= 0:
-                total = _turned(
-                    x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr, K, BLOCK_T, BLOCK_C, VALUES,
-                )  # fmt: skip
-            tl.store(out_row[:, None] + columns[None, :], total.to(out_row.dtype.element_ty), mask=mask)
+        tl.store(out_row[:, None] + columns[None, :], total.to(out_row.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _deltas(
+    x_row, copy_row, out_row, record, begin, held, pages_ptr, page_map_ptr,
+    K: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    """Write a copy of x and `x (R - I)` of all slices, whose blocks all divide a tile's columns; x is read once."""
+    for step in range(STEPS):
+        column = begin + step * BLOCK_C
+        columns = column + tl.arange(0, BLOCK_C)
+        mask = held[:, None] & (columns < K)[None, :]
+        x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
+        tl.store(copy_row[:, None] + columns[None, :], x, mask=mask)
+        for which in tl.static_range(SLICES):
+            own, offset = tl.load(record + which * RECORD + OWN_PAGES), tl.load(record + which * RECORD + R_OFFSET)
+            block = tl.load(record + which * RECORD + R_BLOCK)
+            repeats = tl.load(record + which * RECORD + R_SHARED) > 0
+            turn = _blocks_of(
+                own, offset, block, repeats, column, column, pages_ptr, page_map_ptr, K, BLOCK_C, VALUES
+            )  # fmt: skip
+            total = tl.dot(x, turn, input_precision="ieee")
+            place = (out_row + which * K)[:, None] + columns[None, :]
+            tl.store(place, total.to(out_row.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_site", "tokens", "tiles"])
@@ -123,13 +139,10 @@ def prefill_rotate_kernel(
     K: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.rotate`. Grid: tiles, then runs of rows; columns.
-
-    A tile's x is read once: for its copy, and for the delta rows of every slice.
-    """
+    """See `scute_compile.runtime_min.reference.rotate`. Grid: tiles, then runs of rows; columns."""
     unit, begin = tl.program_id(0), tl.program_id(1) * BLOCK_C * STEPS
     if unit >= tiles:
-        _rest(x_ptr, out_ptr, rot_position_ptr, unit - tiles, begin, tokens, K, BLOCK_T, BLOCK_C * STEPS)
+        _rest(x_ptr, out_ptr, rot_position_ptr, unit - tiles, begin, tokens, K, BLOCK_T, BLOCK_C, STEPS)
     else:
         tile = tile_ptr + unit * 4
         slot, first, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -137,21 +150,27 @@ def prefill_rotate_kernel(
         token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0).to(tl.int64)
         turned = tl.load(rot_position_ptr + token, mask=held, other=-1)
         if (slot >= 0) & (tl.max(turned) >= 0):
-            x_row = x_ptr + token * K
-            xs = ()
-            for step in tl.static_range(STEPS):
-                columns = begin + step * BLOCK_C + tl.arange(0, BLOCK_C)
-                mask = held[:, None] & (columns < K)[None, :]
-                xs = xs + (tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0),)
-                tl.store((out_ptr + token * K)[:, None] + columns[None, :], xs[step], mask=mask)
-            for which in tl.static_range(SLICES):
-                record = directory_ptr + (slot * sites + first_site + which) * RECORD
-                own, offset, block = tl.load(record + OWN_PAGES), tl.load(record + R_OFFSET), tl.load(record + R_BLOCK)
-                out_row = out_ptr + (tokens + turned * SLICES + which).to(tl.int64) * K
-                _delta(
-                    xs, x_row, out_row, own, offset, block, tl.load(record + R_SHARED) > 0, begin, held, pages_ptr,
-                    page_map_ptr, K, BLOCK_T, BLOCK_C, STEPS, VALUES,
+            record = directory_ptr + (slot * sites + first_site) * RECORD
+            x_row, copy_row = x_ptr + token * K, out_ptr + token * K
+            out_row = out_ptr + (tokens + turned * SLICES).to(tl.int64) * K
+            whole = True
+            for number in tl.static_range(SLICES):
+                offset, block = (
+                    tl.load(record + number * RECORD + R_OFFSET),
+                    tl.load(record + number * RECORD + R_BLOCK),
+                )
+                whole = whole & (offset >= 0) & (block > 1) & (BLOCK_C % tl.maximum(block, 1) == 0)
+            if whole:
+                _deltas(
+                    x_row, copy_row, out_row, record, begin, held, pages_ptr, page_map_ptr,
+                    K, SLICES, BLOCK_T, BLOCK_C, STEPS, VALUES,
                 )  # fmt: skip
+            else:
+                for which in range(SLICES):
+                    _any_delta(
+                        x_row, copy_row, out_row + which * K, record + which * RECORD, begin, held, pages_ptr, page_map_ptr,
+                        K, BLOCK_T, BLOCK_C, STEPS, VALUES,
+                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_site", "h_capacity"])

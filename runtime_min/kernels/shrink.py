@@ -1,7 +1,7 @@
 """Decode shrink: `h = x A^T` row by row, and `(x A^T) * d` for the rows of a shared pair together.
 
 Owned factors: a program holds a few rows of A over a run of K and multiplies in registers (no tensor cores: with one
-token per tenant there is nothing to reuse). Shared factors: sixteen tokens by sixteen rows of A on tensor cores, so
+token per tenant there is nothing to reuse). Shared factors: sixteen tokens by eight rows of A on tensor cores, so
 the matrix is read once for all its tenants. Both kinds are records of one launch; runs of K leave partial sums that
 the expand adds in order, so no atomics are needed.
 
