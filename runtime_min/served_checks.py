@@ -71,6 +71,20 @@ def shape_of(input_ids: torch.Tensor | None, embeddings: torch.Tensor | None) ->
     return shape[0], shape[1]
 
 
+def check_tokens(input_ids: torch.Tensor | None, model: torch.nn.Module) -> None:
+    """Refuse tokens that the model doesn't have (SC703): on a GPU, one would end the process's use of it."""
+    embeddings: object = getattr(model, "get_input_embeddings", lambda: None)()
+    vocabulary = getattr(embeddings, "num_embeddings", None)
+    if input_ids is None or vocabulary is None:
+        return
+    whole = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+    low, high = (int(value) for value in torch.aminmax(input_ids)) if whole else (0, 0)
+    if not whole or low < 0 or high >= vocabulary:
+        found = f"token {low if low < 0 else high}" if whole else f"values in {input_ids.dtype}"
+        fail(Code.SC703, where="input_ids", found=found, expected=f"whole numbers from 0 to {vocabulary - 1}",
+             next="encode the text with the base's own tokenizer")  # fmt: skip
+
+
 def check_rows(adapters: Sequence[str | None], rows: int) -> None:
     """Refuse a batch that has not one adapter id per row (SC703)."""
     if not adapters or rows != len(adapters) or isinstance(adapters, str):

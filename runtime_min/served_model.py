@@ -27,6 +27,7 @@ from scute_compile.runtime_min.served_checks import (
     check_rows,
     check_sizes,
     check_step,
+    check_tokens,
     check_turn,
     check_unwrapped,
     shape_of,
@@ -162,10 +163,11 @@ class ServedModel:
 
         Raises:
             ScuteError: SC802 (an id that isn't loaded), SC804 (more than fits), SC703 (not one id per row, no token,
-                a step inside another, or after `remove`).
+                one that the model doesn't have, a step inside another, or after `remove`).
         """
         shape = shape_of(input_ids, options.get("inputs_embeds"))
         check_rows(adapters, shape[0])
+        check_tokens(input_ids, self.model)
         with torch.no_grad(), self._leased(adapters):
             self._prepare(adapters, shape)
             return self._call(input_ids=input_ids, **options)
@@ -193,6 +195,7 @@ class ServedModel:
             return inputs
 
         check_rows(adapters, shape_of(input_ids, None)[0])
+        check_tokens(input_ids, self.model)
         with torch.no_grad(), self._leased(adapters):
             model.prepare_inputs_for_generation = prepare
             try:

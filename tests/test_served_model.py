@@ -268,6 +268,15 @@ def test_a_pool_too_small_for_one_adapter_is_refused(make: Make) -> None:
     assert_harmless(model, "SC805", "shared_pages", lambda: model.load("vera", make("vera", "llama").artifact))
 
 
+@pytest.mark.parametrize("tokens", [torch.tensor([[3, 128]]), torch.tensor([[-1, 3]]), torch.tensor([[0.5, 2.0]])])
+def test_tokens_that_the_model_does_not_have_are_refused(tokens: torch.Tensor, make: Make) -> None:
+    model, _ = loaded("llama", ("lora",), make)
+    assert model.model.get_parameter("model.embed_tokens.weight").shape[0] == 128
+    logits_of(model, torch.tensor([[0, 127]]), ["lora"])
+    assert_harmless(model, "SC703", "from 0 to 127", lambda: logits_of(model, tokens, ["lora"]))
+    assert_harmless(model, "SC703", "from 0 to 127", lambda: model.generate(tokens, adapters=["lora"]))
+
+
 def test_ids_that_do_not_fit_the_batch_are_refused(make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     assert_harmless(model, "SC703", "3 adapter ids for 4 rows", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 3))
