@@ -186,8 +186,8 @@ def plain_ms(base: Base, xs: Sequence[torch.Tensor]) -> float:
 def launch_costs(base: Base) -> Mapping[str, float]:
     """Return by method the milliseconds that its kernels add at one GEMM where there is next to nothing to move.
 
-    One tenant of LoRA of rank 1, of IA3, of VeRA on a pair of rank 16 (the kernels' least block), of OFT with blocks
-    of 8.
+    One tenant of LoRA of rank 1, of IA3, of VeRA on a pair of rank 16 (the expand's least block; two of the shrink's),
+    of OFT with blocks of 8.
     """
     xs = [normal(1, k) for _, k, _ in GEMMS]
     plain, places = plain_ms(base, xs), LAYERS * len(GEMMS)

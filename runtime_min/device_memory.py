@@ -121,6 +121,8 @@ class DeviceMemory:
     ) -> None:
         """Bring an image in: one contiguous copy into staging memory, and one scatter to its pages.
 
+        A small one that comes in with others is only noted: the end of `together` copies and scatters all of them.
+
         Args:
             buffer: The image's bytes on the host, whole pages.
             pages: Its physical pages, int32 on the host; they go to `page_map` from `start` on.
