@@ -187,13 +187,13 @@ def launch_costs(base: Base) -> Mapping[str, float]:
     """Return by method the milliseconds that its kernels add at one GEMM where there is next to nothing to move.
 
     One tenant of LoRA of rank 1, of IA3, of VeRA on a pair of rank 16 (the expand's least block; two of the shrink's),
-    of OFT with blocks of 8.
+    of OFT with blocks of 8, whose rows in the GEMM itself are not counted.
     """
-    xs = [normal(1, k) for _, k, _ in GEMMS]
-    plain, places = plain_ms(base, xs), LAYERS * len(GEMMS)
-    least = {"lora": 1, "ia3": 1, "vera": 1, "oft": 1}
-    pools = {method: Pool([(method, rank)], pair_rank=16, block=8) for method, rank in least.items()}
-    costs = {method: (median_ms(lambda p=pool: base.step(p.layer(xs))) - plain) / places
+    xs, turned = ([normal(rows, k) for rows, (_, k, _) in zip(each, GEMMS, strict=True)]
+                  for each in ([1] * len(GEMMS), [1 + len(widths) for _, _, widths in GEMMS]))  # fmt: skip
+    plain = dict.fromkeys(("lora", "ia3", "vera"), plain_ms(base, xs)) | {"oft": plain_ms(base, turned)}
+    pools = {method: Pool([(method, 1)], pair_rank=16, block=8) for method in plain}
+    costs = {method: (median_ms(lambda p=pool: base.step(p.layer(xs))) - plain[method]) / (LAYERS * len(GEMMS))
              for method, pool in pools.items()}  # fmt: skip
     return {**costs, "dora": costs["lora"]}
 

@@ -3,6 +3,10 @@
 Both are measured in the same run. A launch: the runtime's own kernels with one tenant that has next to nothing to move.
 Bytes: a kernel that only reads as many, from memory that no cache holds; a few MB don't reach the bandwidth of a long
 read, so the rate is measured by size. Delta rows of rotations: the base's own GEMM with that many more rows.
+
+Left out: activations, partial sums and the base's output, which mostly stay in a cache; that the expand begins while
+the shrink ends; that tokens of a pair beyond sixteen read it again. DoRA's launches count as LoRA's. A shared pair is
+priced as if it came from memory, although a cache may hold it.
 """
 
 from __future__ import annotations
@@ -15,19 +19,22 @@ import torch
 import triton
 import triton.language as tl
 
-RUN = 4096
+READ_VALUES = 4096
 """Values that one program of the reading kernel adds up."""
 SIZES = (0, *(1 << power for power in range(16, 27)))
 """Bytes per launch, up to 64 MiB."""
-LAUNCHES = 64
+READS = 64
+"""Launches that are timed together."""
+FLUSH_BYTES = 1 << 28
+"""Read before them, so that none finds its bytes in a cache from the time before."""
 Timed = Callable[[Callable[[], object]], float]
 Gemm = tuple[str, int, tuple[int, ...]]
 
 
 @triton.jit
-def read_kernel(x_ptr, out_ptr, RUN: tl.constexpr):  # noqa: ANN001, ANN201 - Triton gives them no types
-    """Add up `RUN` values per program."""
-    at = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
+def read_kernel(x_ptr, out_ptr, VALUES: tl.constexpr):  # noqa: ANN001, ANN201 - Triton gives them no types
+    """Add up `VALUES` values per program."""
+    at = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
     tl.store(out_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + at).to(tl.float32)))
 
 
@@ -61,30 +68,33 @@ def read_times(timed: Timed, device: torch.device) -> ReadTimes:
         device: A GPU.
     """
     values = torch.randn(1 << 30, device=device).to(torch.bfloat16)
-    out = torch.empty(len(values) // RUN, device=device)
+    out = torch.empty(len(values) // READ_VALUES, device=device)
+    flush = torch.ones(FLUSH_BYTES // 4, device=device)
 
     def read(size: int) -> float:
-        programs = max(1, size // (RUN * values.element_size()))
-        step = max(programs * RUN, len(values) // LAUNCHES)
+        programs = max(1, size // (READ_VALUES * values.element_size()))
+        starts = (len(values) - programs * READ_VALUES) // READ_VALUES + 1
+        step = max(programs, starts // READS)
 
         def launches() -> None:
-            for number in range(LAUNCHES):
-                first = number * step % (len(values) - programs * RUN + 1)
-                read_kernel[(programs,)](values[first:], out, RUN=RUN)
+            flush.sum()
+            for number in range(READS):
+                first = number * step % starts * READ_VALUES  # aligned as whole runs are
+                read_kernel[(programs,)](values[first:], out, VALUES=READ_VALUES)
 
-        return timed(launches) / LAUNCHES
+        return timed(launches) / READS
 
     least = read(0)
     return ReadTimes(sizes=SIZES, times=tuple(max(0.0, read(size) - least) for size in SIZES))
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
     """Bytes that the kernels of one GEMM read of adapters."""
 
-    rotate: int = 0
-    shrink: int = 0
-    expand: int = 0
+    rotate: int
+    shrink: int
+    expand: int
 
 
 def moved(methods: Sequence[tuple[str, int]], gemm: Gemm, *, pair_rank: int, block: int, size: int) -> Moved:
@@ -101,22 +111,18 @@ def moved(methods: Sequence[tuple[str, int]], gemm: Gemm, *, pair_rank: int, blo
     Moved(rotate=32, shrink=256, expand=136)
     """
     _, inputs, widths = gemm
-    outputs, found = sum(widths), Moved()
-    for method, rank in methods:
-        if method in ("lora", "dora"):
-            found.shrink += len(widths) * rank * inputs
-            found.expand += (rank + (method == "dora")) * outputs
-        elif method == "ia3":
-            found.expand += sum(widths[1:])  # k, v and up
-        elif method == "oft":
-            found.rotate += len(widths) * inputs * block
-        else:
-            found.shrink += len(widths) * pair_rank
-            found.expand += outputs
-    if any(method == "vera" for method, _ in methods):
-        found.shrink += pair_rank * inputs
-        found.expand += pair_rank * outputs
-    return Moved(rotate=found.rotate * size, shrink=found.shrink * size, expand=found.expand * size)
+    outputs, own = sum(widths), {"lora": 0, "dora": 0, "ia3": 0, "oft": 0, "vera": 0}
+    ranks = sum(rank for method, rank in methods if method in ("lora", "dora"))
+    for method, _ in methods:
+        own[method] += 1
+    shared = pair_rank if own["vera"] else 0
+    return Moved(
+        rotate=size * own["oft"] * len(widths) * inputs * block,
+        shrink=size * (ranks * len(widths) * inputs + own["vera"] * len(widths) * pair_rank + shared * inputs),
+        expand=size * (
+            (ranks + own["dora"] + own["vera"] + shared) * outputs + own["ia3"] * sum(widths[1:])  # k, v and up
+        ),
+    )  # fmt: skip
 
 
 def modelled_ms(traffic: Sequence[Moved], methods: Sequence[str], read: ReadTimes, costs: Mapping[str, float]) -> float:

@@ -7,38 +7,17 @@ wait for the writes so far and for nothing else. On a CPU the same code runs in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 
 import torch
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
+from scute_compile.runtime_min.gathered import SMALL_PAGES, Gathered
 from scute_compile.runtime_min.record import PAGE_BYTES, absent_records
 
 STAGING_PAGES = 131072
 """An image larger than this (256 MiB) comes in by several copies, so that staging never doubles the pool."""
-
-SMALL_PAGES = 4096
-"""Images up to this size (8 MiB) come in together: one by one, the host's work takes longer than their copies."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Gathered:
-    """Small images that come in together; everything that is written for them is held back until all are placed."""
-
-    staging: torch.Tensor
-    """1-D uint8 on the device."""
-    begin: int = 0
-    used: int = 0
-    """The part of it, in bytes, that placed images take."""
-    staged: torch.Tensor | None = None
-    """The image that came last, about which nothing is decided yet."""
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    pages: list[torch.Tensor] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    records: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By slot, the last that was written."""
 
 
 class DeviceMemory:
@@ -63,7 +42,8 @@ class DeviceMemory:
         self.directory = self._absent.to(device).repeat(slots, 1, 1)
         self._stream = _stream(device) if device.type == "cuda" else None
         self._written: torch.cuda.Event | None = None
-        self._gathered: _Gathered | None = None
+        self._gathered: Gathered | None = None
+        self._unwritten: set[int] = set()
         self.settle()
 
     @property
@@ -71,28 +51,32 @@ class DeviceMemory:
         """Whether host memory should be pinned for this device."""
         return self._stream is not None
 
+    @property
+    def unwritten(self) -> frozenset[int]:
+        """Slots whose adapters were held back and never written, since writing them failed."""
+        return frozenset(self._unwritten)
+
     @contextmanager
     def together(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Let small images that come in within a `with` block share one scatter, and one write to each table.
 
+        Where there is no memory for that beside the pool, they come in one by one.
+
         Args:
             buffers: The images that may come in, of any size.
-
-        Raises:
-            ScuteError: As `stage`, before anything else happens.
         """
         small = [len(buffer) for buffer in buffers if len(buffer) <= SMALL_PAGES * PAGE_BYTES]
-        if len(small) < 2:
-            yield
-            return
-        size = min(sum(small), STAGING_PAGES * PAGE_BYTES)
-        with self._writing(), _staging(size):
-            self._gathered = _Gathered(staging=torch.empty(size, dtype=torch.uint8, device=self.pages.device))
+        if len(small) > 1:
+            with self._writing(), suppress(torch.OutOfMemoryError):
+                device, sites = self.pages.device, self.directory.shape[1]
+                self._gathered = Gathered(sum(small), sites=sites, device=device)
         try:
             yield
         finally:  # also where one of them was refused: those before it are there to stay
-            self._scatter()
-            self._gathered = None
+            try:
+                self._scatter()
+            finally:
+                self._gathered = None
 
     def stage(self, buffer: torch.Tensor) -> torch.Tensor:
         """Start the long copy of an image, or of its first 256 MiB, before anything is decided about its pages.
@@ -102,19 +86,27 @@ class DeviceMemory:
         Raises:
             ScuteError: SC805 when the device has no memory left beside the pool.
         """
-        if self._gathered is None or len(buffer) > SMALL_PAGES * PAGE_BYTES:
-            return self._stage_alone(buffer)
-        if self._gathered.used + len(buffer) > len(self._gathered.staging):
-            self._scatter()
-            self._gathered.begin = self._gathered.used = 0
         gathered = self._gathered
-        gathered.staged = gathered.staging[gathered.used : gathered.used + len(buffer)]
-        return gathered.staged
+        if gathered is None or len(buffer) > SMALL_PAGES * PAGE_BYTES:
+            return self._stage_alone(buffer)
+        if not gathered.takes(len(buffer)):
+            self._scatter()
+            gathered.rewind()
+        return gathered.stage(buffer) if gathered.takes(len(buffer)) else self._stage_alone(buffer)
 
     def _stage_alone(self, buffer: torch.Tensor) -> torch.Tensor:
         part = buffer[: STAGING_PAGES * PAGE_BYTES]
-        with self._writing(), _staging(len(part)):
-            return part.to(self.pages.device, non_blocking=True, copy=True)
+        try:
+            with self._writing():
+                return part.to(self.pages.device, non_blocking=True, copy=True)
+        except torch.OutOfMemoryError:
+            fail(
+                Code.SC805,
+                where="staging memory",
+                found=f"no {len(part)} bytes left on the device beside the pool",
+                expected="room to stage an adapter that comes in",
+                next="make the pool smaller, or give other tensors of the process back",
+            )
 
     def write_image(
         self, buffer: torch.Tensor, pages: torch.Tensor, start: int, *, staged: torch.Tensor | None = None
@@ -133,11 +125,8 @@ class DeviceMemory:
             ScuteError: As `stage`.
         """
         count, gathered = len(pages), self._gathered
-        if gathered is not None and staged is not None and staged is gathered.staged:
-            gathered.used += len(staged)
-            gathered.buffers.append(buffer)
-            gathered.pages.append(pages)
-            gathered.starts.append(start)
+        if gathered is not None and gathered.holds(staged):
+            gathered.place(buffer, pages, start)
             return
         # eight bytes at a time: pages are moved, not computed with
         target = self.pages.view(torch.int64)
@@ -169,42 +158,26 @@ class DeviceMemory:
 
     def write_records(self, slot: int, records: torch.Tensor) -> None:
         """Write the directory records `(sites, 16)` of a slot."""
-        if self._gathered is not None:
-            self._gathered.records[slot] = records
+        gathered = self._gathered
+        if gathered is None:
+            self._unwritten.discard(slot)
+            with self._writing():
+                self.directory[slot].copy_(self._pinned(records), non_blocking=True)
             return
-        with self._writing():
-            self.directory[slot].copy_(self._pinned(records), non_blocking=True)
+        if gathered.full and slot not in gathered.waiting:
+            self._scatter()
+        gathered.waiting[slot] = records
 
     def _scatter(self) -> None:
         """Do what was held back so far."""
         gathered = self._gathered
         if gathered is None:
             return
-        if gathered.pages:
-            entries = [
-                torch.arange(x, x + len(p), dtype=torch.int32)
-                for x, p in zip(gathered.starts, gathered.pages, strict=True)
-            ]
-            tables = self._pinned(torch.stack((torch.cat(entries), torch.cat(gathered.pages))))
-            images = gathered.staging[gathered.begin : gathered.used]
-            with self._writing():
-                parts = torch.split(images, [len(buffer) for buffer in gathered.buffers])
-                torch._foreach_copy_(list(parts), gathered.buffers, non_blocking=True)
-                at, numbers = tables.to(self.pages.device, non_blocking=True)
-                self.page_map.index_copy_(0, at.long(), numbers)
-                pages = images.view(torch.int64).view(len(numbers), -1)
-                self.pages.view(torch.int64).index_copy_(0, numbers.long(), pages)
-        if gathered.records:
-            slots = self._pinned(torch.tensor(list(gathered.records)))
-            records = self._pinned(torch.stack(list(gathered.records.values())))
-            with self._writing():
-                device = self.pages.device
-                self.directory.index_copy_(
-                    0, slots.to(device, non_blocking=True), records.to(device, non_blocking=True)
-                )  # fmt: skip
-        self._gathered = _Gathered(
-            staging=gathered.staging, begin=gathered.used, used=gathered.used, staged=gathered.staged
-        )  # fmt: skip
+        self._unwritten |= gathered.waiting.keys()
+        done = set(gathered.waiting)
+        with self._writing():
+            gathered.scatter(self.pages, self.page_map, self.directory, self._pinned)
+        self._unwritten -= done
 
     def wait(self) -> None:
         """Make the current stream wait for all writes so far; the host doesn't wait."""
@@ -241,21 +214,6 @@ class DeviceMemory:
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a pinned copy, which PyTorch keeps until the copies from it are done."""
         return tensor.pin_memory() if self.pin else tensor
-
-
-@contextmanager
-def _staging(size: int) -> Iterator[None]:
-    """Refuse what doesn't fit beside the pool."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        fail(
-            Code.SC805,
-            where="staging memory",
-            found=f"no {size} bytes left on the device beside the pool",
-            expected="room to stage an adapter that comes in",
-            next="make the pool smaller, or give other tensors of the process back",
-        )
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

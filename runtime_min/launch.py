@@ -35,9 +35,9 @@ from scute_compile.runtime_min.step_plan import (
 RUN_GRANULES = 1792
 """Granules of K per program of the owned shrink: all of `down_proj`'s, 1.21; a quarter of them, 1.26."""
 SHRINK_WARPS, SHRINK_STAGES, OWNED_PROGRAMS = 4, 4, 132 * 8
-"""Warps: 2 give 1.34, 4 give 1.21, 8 give 1.27. Stages, for 16 tenants of VeRA: 3 give 1.46, 4 give 1.31, 5 give 1.41.
-Programs count where a graph is captured for more records than a step has: in one for 20 rows of rank 64, twice as many
-give 1.37 in the place of 1.30."""
+"""Warps: 2 give 1.34, 4 give 1.21, 8 give 1.27. Stages, for 16 tenants of VeRA in one call: 3 give 1.46, 4 give 1.31, 5
+give 1.41. Programs count where a graph is captured for more records than a step has: in one for 20 rows of rank 64,
+twice as many give 1.37 in the place of 1.30."""
 ROTATE_BLOCK, ROTATE_GROUPS, ROTATE_WARPS = 256, 4, 4
 """Columns per program, and threads for each granule of them: four give 1.62, two 1.71, one 1.83."""
 ROTATE_DEPTH = 8
@@ -47,8 +47,9 @@ PREFILL_REGISTERS: int | None = 128
 """Of the prefill expand: 4096 tokens over 8 adapters take 0.88 ms per layer with 128 columns, and 0.56 with these."""
 PREFILL_TURN, PREFILL_STEPS, TURN_WARPS, TURN_REGISTERS = 64, 4, 8, 64
 """Of the prefill rotation: columns per product, products per program. Shares of a copy's rate at qkv, o, gate_up and
-down: 0.58, 0.71, 0.62, 0.67; with 4 warps of at most 96 registers 0.53, 0.68, 0.59, 0.69; with loads of the next
-product ahead (two stages, 128 registers) 0.42, 0.58, 0.48, 0.55."""
+down, in one call: 0.58, 0.71, 0.62, 0.67; with 4 warps of at most 96 registers 0.53, 0.68, 0.59, 0.69; with loads of
+the next product ahead (two stages, 128 registers) 0.42, 0.58, 0.48, 0.55. The limit suits 16-bit values on capability
+9.0 with Triton 3.6: elsewhere it spills, and there is none."""
 EXPAND_WARPS, SHARED_WARPS, EXPAND_STAGES = 2, 4, 3
 """Warps of steps with owned factors alone: 1 gives 1.31, 2 give 1.21, 4 give 1.24."""
 SHARED_REGISTERS: int | None = 128
@@ -83,8 +84,8 @@ def owned_split(k: int, values: int) -> _Split:
 def shared_split(k: int) -> int:
     """Return runs of K of the shared shrink: every program of the expand adds their sums.
 
-    With 16 tenants of VeRA on an H200, and 64 values per product, 2 runs of 4096 give 2.00 ms added per step, 4 give
-    2.39 and 1 gives 2.17; of 14336, 4 runs give 2.00 and 8 give 2.10.
+    With 16 tenants of VeRA on an H200, 64 values per product and 16 rows of A per program, 2 runs of 4096 gave 2.00 ms
+    added per step, 4 gave 2.39 and 1 gave 2.17; of 14336, 4 runs gave 2.00 and 8 gave 2.10.
     """
     return 2 if k <= 8192 else 4
 
@@ -206,7 +207,8 @@ def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm, f
             x, out, pool.pages, pool.page_map, pool.directory, step.region("tile"), step.region("seg_rows"),
             step.region("rot_position"), pool.directory.shape[1], gemm.first_site, tokens, features.tiles,
             K=k, SLICES=slices, BLOCK_T=TILE_TOKENS, BLOCK_C=PREFILL_TURN, STEPS=PREFILL_STEPS, VALUES=pool.values,
-            num_warps=TURN_WARPS, num_stages=1, maxnreg=TURN_REGISTERS,
+            num_warps=TURN_WARPS, num_stages=1,
+            maxnreg=TURN_REGISTERS if pool.values == 8 and starts_early(x.device) else None,
         )  # fmt: skip
         return out
     rotate_kernel[(out.shape[0], triton.cdiv(k, ROTATE_BLOCK))](

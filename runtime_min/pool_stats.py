@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from scute_compile.runtime_min.device_memory import DeviceMemory
+from scute_compile.runtime_min.image import AdapterImage, host_bytes
 from scute_compile.runtime_min.page_pool import PageCounts
 from scute_compile.runtime_min.record import PAGE_BYTES
+from scute_compile.runtime_min.residents import Residents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +83,17 @@ class PoolStats:
             f"{'adapters in host memory':<24}{self.host_adapters:>12}   {self.host:>16} bytes",
         ]
         return "\n".join(rows)
+
+
+def stats_of(
+    pages: PageCounts, memory: DeviceMemory, residents: Residents, host: Mapping[str, AdapterImage]
+) -> PoolStats:  # fmt: skip
+    """Return what the parts of a pool hold at this moment."""
+    slots, entries = len(memory.directory), len(memory.page_map)
+    return PoolStats(
+        pages=pages, slots=slots, slots_in_use=slots - residents.free_slots, adapters=residents.bytes_by_adapter,
+        factors={factor.key: factor.pages * PAGE_BYTES for factor in residents.factors},
+        host=host_bytes(host.values()), host_adapters=len(host),
+        map_entries=entries, map_in_use=entries - residents.map_free, map_moved=residents.map_moved,
+        shared_pages=len(memory.shared), shared_moved=residents.shared_moved,
+    )  # fmt: skip

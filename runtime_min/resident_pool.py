@@ -7,8 +7,9 @@ from one thread. On a CUDA device no call waits for the device.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
@@ -32,11 +33,11 @@ from scute_compile.runtime_min.admission import (
 )
 from scute_compile.runtime_min.device_memory import DeviceMemory
 from scute_compile.runtime_min.gather import read_field
-from scute_compile.runtime_min.image import AdapterImage, FactorImage, host_bytes
+from scute_compile.runtime_min.image import AdapterImage, FactorImage
 from scute_compile.runtime_min.leases import Lease, Leases, Resident
 from scute_compile.runtime_min.page_pool import PagePool
-from scute_compile.runtime_min.pool_stats import PoolStats
-from scute_compile.runtime_min.record import PAGE_BYTES, Field, SiteSlot
+from scute_compile.runtime_min.pool_stats import PoolStats, stats_of
+from scute_compile.runtime_min.record import Field, SiteSlot
 from scute_compile.runtime_min.residents import Residents
 from scute_compile.runtime_min.step_plan import SlotFacts
 
@@ -105,7 +106,7 @@ class ResidentPool:
 
     @property
     def facts(self) -> Mapping[int, SlotFacts]:
-        """By slot, what the plan of a step needs to know of each adapter on the device."""
+        """By slot, what the plan of a step needs to know of each adapter on the device; a view that changes with it."""
         return MappingProxyType(self._residents.facts)
 
     @property
@@ -171,15 +172,9 @@ class ResidentPool:
         """
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        coming, keep = [self._host[name].buffer for name in wanted if name not in self._current], frozenset(wanted)
-        if coming:  # an engine asks at every step, mostly for the same
+        if any(name not in self._current for name in wanted):  # an engine asks at every step, mostly for the same
             self._check_batch(wanted)
-        with self.memory.together(coming):
-            for name in wanted:
-                if name in self._current:
-                    self._current[name] = self._current.pop(name)
-                else:
-                    self._current[name] = self._bring_in(self._host[name], self._idle(keep))
+        self._bring_all(wanted, self._bring_in)
         return {name: self._current[name].slot for name in wanted}
 
     def fits(self, names: Iterable[str]) -> bool:
@@ -199,13 +194,7 @@ class ResidentPool:
         """
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        coming, keep = [self._host[name].buffer for name in wanted if name not in self._current], frozenset(wanted)
-        with self.memory.together(coming):
-            for name in wanted:
-                if name in self._current:
-                    self._current[name] = self._current.pop(name)
-                elif resident := self._try_in(self._host[name], self._idle(keep), ahead=True):
-                    self._current[name] = resident
+        self._bring_all(wanted, partial(self._try_in, ahead=True))
         return tuple(name for name in wanted if name in self._current)
 
     def acquire(self, names: Iterable[str]) -> Lease:
@@ -276,16 +265,7 @@ class ResidentPool:
 
     def stats(self) -> PoolStats:
         """Return what the pool holds at this moment."""
-        return PoolStats(
-            pages=self._pool.counts, slots=len(self.memory.directory),
-            slots_in_use=len(self.memory.directory) - self._residents.free_slots,
-            adapters=self._residents.bytes_by_adapter,
-            factors={factor.key: factor.pages * PAGE_BYTES for factor in self._residents.factors},
-            host=host_bytes(self._host.values()), host_adapters=len(self._host),
-            map_entries=len(self.memory.page_map), map_moved=self._residents.map_moved,
-            map_in_use=len(self.memory.page_map) - self._residents.map_free, shared_pages=len(self.memory.shared),
-            shared_moved=self._residents.shared_moved,
-        )  # fmt: skip
+        return stats_of(self._pool.counts, self.memory, self._residents, self._host)
 
     def _read(self, name: str, source: Source) -> AdapterImage:
         if isinstance(source, AdapterImage):
@@ -319,8 +299,26 @@ class ResidentPool:
         """Yield who may go, least recently used first: of thousands, mostly one or two are asked for."""
         return (item for name, item in self._current.items() if not item.held and name not in keep)
 
+    def _bring_all(
+        self, wanted: Sequence[str], bring: Callable[[AdapterImage, Iterable[Resident]], Resident | None]
+    ) -> None:
+        """Bring in those that aren't there, by `bring`, and make all of them the last used."""
+        coming, keep = [self._host[name].buffer for name in wanted if name not in self._current], frozenset(wanted)
+        try:
+            with self.memory.together(coming):
+                for name in wanted:
+                    if name in self._current:
+                        self._current[name] = self._current.pop(name)
+                    elif resident := bring(self._host[name], self._idle(keep)):
+                        self._current[name] = resident
+        except BaseException:
+            for resident in [one for one in self._current.values() if one.slot in self.memory.unwritten]:
+                self._drop(resident)  # it would be answered by the base, or by what lay there before
+            raise
+
     def _bring_in(self, image: AdapterImage, candidates: Iterable[Resident]) -> Resident:
-        if (resident := self._try_in(image, candidates)) is None:
+        resident = self._try_in(image, candidates)
+        if resident is None:
             refuse_room(image, needed=image.pages, free=self._pool.free)
         return resident
 

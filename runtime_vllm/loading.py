@@ -78,11 +78,8 @@ def in_one_order(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
 
 
 def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any:
-    if slots.splits_steps:  # plain folders too: their layers would see half of a step's tokens
-        refuse_engine(
-            request.lora_name, "an engine that splits its steps in microbatches",
-            "start the engine without --enable-dbo and --ubatch-size",
-        )  # fmt: skip
+    if not slots.options.stock_kernels:  # plain folders go through the plugin's layers too
+        _check_whole_steps(slots, request)
     path = Path(get_adapter_absolute_path(request.lora_path))
     if is_artifact(path):
         return _from_artifact(slots, request, open_artifact(path, verify_hashes=False))
@@ -203,7 +200,17 @@ def _named_as_in(artifact: Artifact, slots: AdapterSlots) -> list[SiteSlot]:
     return named_as_in(artifact, slots.sites)
 
 
+def _check_whole_steps(slots: AdapterSlots, request: Any) -> None:
+    """Refuse engines that split their steps: a layer would see half of a step's tokens."""
+    if slots.splits_steps:
+        refuse_engine(
+            request.lora_name, "an engine that splits its steps in microbatches",
+            "start the engine without --enable-dbo and --ubatch-size",
+        )  # fmt: skip
+
+
 def _check_engine(slots: AdapterSlots, request: Any) -> None:
+    _check_whole_steps(slots, request)
     if slots.lora_config.fully_sharded_loras:
         refuse_engine(
             request.lora_name, "an engine with fully_sharded_loras", "start the engine without --fully-sharded-loras"

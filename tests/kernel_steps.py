@@ -38,7 +38,8 @@ SITES = tuple(
     for number, (inputs, widths) in enumerate(GEMMS)
     for part, width in enumerate(widths)
 )
-PAIR_RANK = 40
+PAIR_RANK = 43
+"""Not whole blocks of the shrink's."""
 ADAPTERS = (
     "lora-5",
     "dora-16",
@@ -50,8 +51,10 @@ ADAPTERS = (
     "lora-37",
     "lora-3-partly",
     "oft-shared-4",
+    "oft-8-partly",
+    "oft-wide",
 )
-ROWS = (0, 1, None, 2, 3, 5, 4, 7, 6, 8, 0, 9, 5, 0)
+ROWS = (0, 1, None, 2, 3, 5, 4, 7, 6, 8, 0, 9, 10, 5, 11, 0)
 """Numbers of `ADAPTERS`; rows of one adapter stand apart, and three of them are two segments of a decode step."""
 
 
@@ -91,7 +94,7 @@ def content(adapter: str, site: SiteSlot, generator: torch.Generator) -> SiteCon
     if method == "diagonal":
         slots = SiteSlots(rotation=RotationKind.DIAGONAL, delta=drawn(k, scale=0.3))
     if method == "oft":
-        width = int(numbers[0])
+        width = {72: 36, 520: 104}[k] if numbers[0] == "wide" else int(numbers[0])  # don't divide a prefill tile's 64
         blocks = 1 if "shared" in adapter else k // width
         slots = SiteSlots(rotation=RotationKind.BLOCKS, delta=drawn(blocks, width, width, scale=0.3))
     if method == "vera":

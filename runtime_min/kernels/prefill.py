@@ -84,10 +84,10 @@ def _rest(
 
 @triton.jit
 def _any_delta(
-    x_row, copy_row, out_row, record, begin, held, pages_ptr, page_map_ptr,
+    x_row, copy_row, copies, out_row, record, begin, held, pages_ptr, page_map_ptr,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Write a copy of x and `x (R - I)` of one slice, whatever its blocks; a site without R has zeros there."""
+    """Write `x (R - I)` of one slice, whatever its blocks, and a copy of x; a site without R has zeros there."""
     own, offset, block = tl.load(record + OWN_PAGES), tl.load(record + R_OFFSET), tl.load(record + R_BLOCK)
     repeats = tl.load(record + R_SHARED) > 0
     for step in range(STEPS):
@@ -95,7 +95,7 @@ def _any_delta(
         columns = column + tl.arange(0, BLOCK_C)
         mask = held[:, None] & (columns < K)[None, :]
         x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
-        tl.store(copy_row[:, None] + columns[None, :], x, mask=mask)
+        tl.store(copy_row[:, None] + columns[None, :], x, mask=mask & copies)
         total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
         if block == 1:
             delta = load_values(pages_ptr, page_map_ptr, own, offset, columns, columns < K, VALUES)
@@ -114,6 +114,11 @@ def _deltas(
     VALUES: tl.constexpr,
 ):  # fmt: skip
     """Write a copy of x and `x (R - I)` of all slices, whose blocks all divide a tile's columns; x is read once."""
+    owns, offsets, blocks, repeats = (), (), (), ()
+    for which in tl.static_range(SLICES):
+        mine = record + which * RECORD
+        owns, offsets = owns + (tl.load(mine + OWN_PAGES),), offsets + (tl.load(mine + R_OFFSET),)
+        blocks, repeats = blocks + (tl.load(mine + R_BLOCK),), repeats + (tl.load(mine + R_SHARED) > 0,)
     for step in range(STEPS):
         column = begin + step * BLOCK_C
         columns = column + tl.arange(0, BLOCK_C)
@@ -121,15 +126,13 @@ def _deltas(
         x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
         tl.store(copy_row[:, None] + columns[None, :], x, mask=mask)
         for which in tl.static_range(SLICES):
-            own, offset = tl.load(record + which * RECORD + OWN_PAGES), tl.load(record + which * RECORD + R_OFFSET)
-            block = tl.load(record + which * RECORD + R_BLOCK)
-            repeats = tl.load(record + which * RECORD + R_SHARED) > 0
             turn = _blocks_of(
-                own, offset, block, repeats, column, column, pages_ptr, page_map_ptr, K, BLOCK_C, VALUES
+                owns[which], offsets[which], blocks[which], repeats[which], column, column, pages_ptr, page_map_ptr,
+                K, BLOCK_C, VALUES,
             )  # fmt: skip
             total = tl.dot(x, turn, input_precision="ieee")
-            place = (out_row + which * K)[:, None] + columns[None, :]
-            tl.store(place, total.to(out_row.dtype.element_ty), mask=mask)
+            target = (out_row + which * K)[:, None] + columns[None, :]
+            tl.store(target, total.to(out_row.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_site", "tokens", "tiles"])
@@ -168,7 +171,7 @@ def prefill_rotate_kernel(
             else:
                 for which in range(SLICES):
                     _any_delta(
-                        x_row, copy_row, out_row + which * K, record + which * RECORD, begin, held, pages_ptr, page_map_ptr,
+                        x_row, copy_row, which == 0, out_row + which * K, record + which * RECORD, begin, held, pages_ptr, page_map_ptr,
                         K, BLOCK_T, BLOCK_C, STEPS, VALUES,
                     )  # fmt: skip
 

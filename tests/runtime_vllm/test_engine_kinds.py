@@ -20,7 +20,10 @@ def slots_of(*options: str, splits_steps: bool = False) -> AdapterSlots:
     """Return an engine's slots as far as these checks read them; `options` are those of LoRA that are on."""
     names = ("fully_sharded_loras", "enable_tower_connector_lora")
     config = SimpleNamespace(**{name: name in options for name in names})
-    return cast("AdapterSlots", SimpleNamespace(lora_config=config, splits_steps=splits_steps))
+    return cast(
+        "AdapterSlots",
+        SimpleNamespace(lora_config=config, splits_steps=splits_steps, options=SimpleNamespace(stock_kernels=False)),
+    )
 
 
 @pytest.mark.parametrize("option", ["fully_sharded_loras", "enable_tower_connector_lora"])
@@ -35,3 +38,5 @@ def test_all_adapters_are_refused_where_steps_are_split() -> None:
     with pytest.raises(ScuteError, match="microbatches") as error:
         _load(lambda *_: None, None, slots_of(splits_steps=True), REQUEST)
     assert error.value.diagnostics[0].code.name == "SC811"
+    with pytest.raises(ScuteError, match="microbatches"):  # also where plain folders are left to vLLM's own layers
+        _check_engine(slots_of(splits_steps=True), REQUEST)
