@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import torch
 
@@ -74,7 +75,7 @@ class DeviceMemory:
             yield
         finally:  # also where one of them was refused: those before it are there to stay
             try:
-                self._scatter()
+                self.flush()
             finally:
                 self._gathered = None
 
@@ -90,7 +91,7 @@ class DeviceMemory:
         if gathered is None or len(buffer) > SMALL_PAGES * PAGE_BYTES:
             return self._stage_alone(buffer)
         if not gathered.takes(len(buffer)):
-            self._scatter()
+            self.flush()
             gathered.rewind()
         return gathered.stage(buffer) if gathered.takes(len(buffer)) else self._stage_alone(buffer)
 
@@ -100,13 +101,7 @@ class DeviceMemory:
             with self._writing():
                 return part.to(self.pages.device, non_blocking=True, copy=True)
         except torch.OutOfMemoryError:
-            fail(
-                Code.SC805,
-                where="staging memory",
-                found=f"no {len(part)} bytes left on the device beside the pool",
-                expected="room to stage an adapter that comes in",
-                next="make the pool smaller, or give other tensors of the process back",
-            )
+            _refuse_staging(len(part))
 
     def write_image(
         self, buffer: torch.Tensor, pages: torch.Tensor, start: int, *, staged: torch.Tensor | None = None
@@ -145,8 +140,7 @@ class DeviceMemory:
             pages.view(-1).copy_(buffer, non_blocking=True)
 
     def write_map(self, pages: Sequence[torch.Tensor]) -> None:
-        """Replace the page map's beginning by the pages of all images, one image after the other."""
-        self._scatter()
+        """Replace the page map's beginning by the pages of all images in turn; nothing may be held back."""
         if pages:
             entries = self._pinned(torch.cat(list(pages)))
             with self._writing():
@@ -164,20 +158,22 @@ class DeviceMemory:
             with self._writing():
                 self.directory[slot].copy_(self._pinned(records), non_blocking=True)
             return
-        if gathered.full and slot not in gathered.waiting:
-            self._scatter()
         gathered.waiting[slot] = records
 
-    def _scatter(self) -> None:
-        """Do what was held back so far."""
+    def flush(self) -> None:
+        """Do what was held back so far. Raises SC805 as `stage`."""
         gathered = self._gathered
         if gathered is None:
             return
-        self._unwritten |= gathered.waiting.keys()
-        done = set(gathered.waiting)
-        with self._writing():
-            gathered.scatter(self.pages, self.page_map, self.directory, self._pinned)
-        self._unwritten -= done
+        slots = gathered.waiting.keys()
+        self._unwritten |= slots
+        try:
+            with self._writing():
+                gathered.scatter(self.pages, self.page_map, self.directory, self._pinned)
+        except torch.OutOfMemoryError:
+            _refuse_staging(sum(map(len, gathered.buffers)))
+        self._unwritten -= slots
+        gathered.clear()
 
     def wait(self) -> None:
         """Make the current stream wait for all writes so far; the host doesn't wait."""
@@ -206,14 +202,26 @@ class DeviceMemory:
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
-            yield
-        self._written = _event()
-        self._written.record(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # what was given to the stream before it broke off is to be waited for as well
+            self._written = _event()
+            self._written.record(self._stream)
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a pinned copy, which PyTorch keeps until the copies from it are done."""
         return tensor.pin_memory() if self.pin else tensor
+
+
+def _refuse_staging(size: int) -> NoReturn:
+    fail(
+        Code.SC805,
+        where="staging memory",
+        found=f"no {size} bytes left on the device beside the pool",
+        expected="room to stage an adapter that comes in",
+        next="make the pool smaller, or give other tensors of the process back",
+    )
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -17,7 +17,7 @@ SMALL_PAGES = 4096
 ROOM_PAGES = 16384
 """Room for what is held back at a time (32 MiB); with more, there are several scatters."""
 RECORDS = 64
-"""Slots whose records are held back at a time."""
+"""Slots whose records are written at a time."""
 
 
 class Gathered:
@@ -41,16 +41,12 @@ class Gathered:
         """The part of the staging memory, in bytes, that placed images take."""
         self._staged: torch.Tensor | None = None
         """The image that came last, about which nothing is decided yet."""
-        self._buffers: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
+        """Of the images that are held back, on the host."""
         self._pages: list[torch.Tensor] = []
         self._starts: list[int] = []
         self.waiting: dict[int, torch.Tensor] = {}
         """By slot, the records that were written last."""
-
-    @property
-    def full(self) -> bool:
-        """Whether no other slot's records have room."""
-        return len(self.waiting) >= RECORDS
 
     def takes(self, size: int) -> bool:
         """Return whether an image of `size` bytes is small enough, and has room now."""
@@ -68,7 +64,7 @@ class Gathered:
     def place(self, buffer: torch.Tensor, pages: torch.Tensor, start: int) -> None:
         """Hold back the image that was staged last: its physical pages, and its first entry in the page map."""
         self._used += len(buffer)
-        self._buffers.append(buffer)
+        self.buffers.append(buffer)
         self._pages.append(pages)
         self._starts.append(start)
 
@@ -90,9 +86,9 @@ class Gathered:
         """
         if self._pages:
             images = self._staging[self._begin : self._used]
-            parts = torch.split(images, [len(buffer) for buffer in self._buffers])
+            parts = torch.split(images, [len(buffer) for buffer in self.buffers])
             # one call for all copies, where PyTorch offers it; it has no public name
-            torch._foreach_copy_(list(parts), self._buffers, non_blocking=True)
+            torch._foreach_copy_(list(parts), self.buffers, non_blocking=True)
             numbers = torch.cat(self._pages)
             counts = torch.tensor([len(each) for each in self._pages])
             before = torch.repeat_interleave(counts.cumsum(0) - counts - torch.tensor(self._starts), counts)
@@ -104,10 +100,14 @@ class Gathered:
             page_map.index_copy_(0, self._entries[held], self._narrow[held])
             whole = images.view(torch.int64).view(len(numbers), -1)
             pages.view(torch.int64).index_copy_(0, self._numbers[held], whole)
-        if self.waiting:
-            held = slice(0, len(self.waiting))
-            self._slots[held].copy_(pinned(torch.tensor(list(self.waiting))), non_blocking=True)
-            self._records[held].copy_(pinned(torch.stack(list(self.waiting.values()))), non_blocking=True)
+        for first in range(0, len(self.waiting), RECORDS):  # on one stream, so the next ones may use the same room
+            slots = list(self.waiting)[first : first + RECORDS]
+            held = slice(0, len(slots))
+            self._slots[held].copy_(pinned(torch.tensor(slots)), non_blocking=True)
+            self._records[held].copy_(pinned(torch.stack([self.waiting[slot] for slot in slots])), non_blocking=True)
             directory.index_copy_(0, self._slots[held], self._records[held])
+
+    def clear(self) -> None:
+        """Forget what was held back: it is written."""
         self._begin = self._used
-        self._buffers, self._pages, self._starts, self.waiting = [], [], [], {}
+        self.buffers, self._pages, self._starts, self.waiting = [], [], [], {}

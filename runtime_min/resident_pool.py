@@ -44,6 +44,7 @@ from scute_compile.runtime_min.step_plan import SlotFacts
 if TYPE_CHECKING:
     from scute_compile.formats.artifact import Artifact
 
+Bring: TypeAlias = Callable[[AdapterImage, Iterable[Resident]], Resident | None]
 Source: TypeAlias = "Artifact | Path | AdapterImage"
 """An opened artifact, the folder of one, or an image that was made already."""
 
@@ -76,8 +77,7 @@ class ResidentPool:
             ScuteError: SC703 for sizes below one, and for a rank that there isn't.
         """
         check_pool(num_pages=num_pages, slots=slots, shared_pages=shared_pages, tp=tp, rank=rank)
-        self.sites = tuple(sites)
-        self.dtype, self.device = dtype, device
+        self.sites, self.dtype, self.device = tuple(sites), dtype, device
         self._tp, self._rank, self._convert, self._lendable = tp, rank, convert, lendable
         self._pool = PagePool(num_pages, dtype, device)
         entries = 4 * num_pages if map_entries is None else max(map_entries, num_pages)
@@ -122,8 +122,7 @@ class ResidentPool:
                 `read_adapter` raise. The pool is then as it was.
         """
         check_new(name, self._host)
-        image = self._read(name, source)
-        self._host[name] = image
+        image = self._host[name] = self._read(name, source)
         return image
 
     def remove(self, name: str) -> None:
@@ -194,7 +193,8 @@ class ResidentPool:
         """
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        self._bring_all(wanted, partial(self._try_in, ahead=True))
+        with suppress(ScuteError):  # without room to stage in, it is for the next batch to be refused
+            self._bring_all(wanted, partial(self._try_in, ahead=True))
         return tuple(name for name in wanted if name in self._current)
 
     def acquire(self, names: Iterable[str]) -> Lease:
@@ -299,22 +299,24 @@ class ResidentPool:
         """Yield who may go, least recently used first: of thousands, mostly one or two are asked for."""
         return (item for name, item in self._current.items() if not item.held and name not in keep)
 
-    def _bring_all(
-        self, wanted: Sequence[str], bring: Callable[[AdapterImage, Iterable[Resident]], Resident | None]
-    ) -> None:
+    def _bring_all(self, wanted: Sequence[str], bring: Bring) -> None:
         """Bring in those that aren't there, by `bring`, and make all of them the last used."""
-        coming, keep = [self._host[name].buffer for name in wanted if name not in self._current], frozenset(wanted)
+        coming, keep = [self._host[name] for name in wanted if name not in self._current], frozenset(wanted)
+        self._touch(wanted)  # behind those who may go, so that each that comes in finds these at once
         try:
-            with self.memory.together(coming):
-                for name in wanted:
-                    if name in self._current:
-                        self._current[name] = self._current.pop(name)
-                    elif resident := bring(self._host[name], self._idle(keep)):
-                        self._current[name] = resident
+            with self.memory.together([image.buffer for image in coming]):
+                for image in coming:
+                    if resident := bring(image, self._idle(keep)):
+                        self._current[image.name] = resident
         except BaseException:
             for resident in [one for one in self._current.values() if one.slot in self.memory.unwritten]:
                 self._drop(resident)  # it would be answered by the base, or by what lay there before
             raise
+        self._touch(wanted)
+
+    def _touch(self, names: Iterable[str]) -> None:
+        for name in filter(self._current.__contains__, names):
+            self._current[name] = self._current.pop(name)
 
     def _bring_in(self, image: AdapterImage, candidates: Iterable[Resident]) -> Resident:
         resident = self._try_in(image, candidates)

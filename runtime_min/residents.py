@@ -220,6 +220,7 @@ class Residents:
 
     def close_gaps(self) -> None:
         """Rewrite the page map without gaps; no step may be running that was not given to the current stream."""
+        self._memory.flush()  # first, since it may be refused
         self._memory.settle()
         self._ranges.clear()
         for resident in self._placed:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scute_compile.runtime_min import device_memory
+from scute_compile.diagnostics import ScuteError
+from scute_compile.runtime_min import device_memory, gathered
 from scute_compile.runtime_min.image import AdapterImage
 from scute_compile.runtime_min.leases import Resident
 from scute_compile.runtime_min.resident_pool import ResidentPool
@@ -24,14 +25,18 @@ def added(pool: ResidentPool, adapters: list[tuple[str, int]]) -> dict[str, tupl
 
 @pytest.mark.parametrize("staging", [4, 9, 1000])
 def test_all_read_back_whatever_the_staging_holds(staging: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "STAGING_PAGES", staging)
+    monkeypatch.setattr(gathered, "ROOM_PAGES", staging)
+    monkeypatch.setattr(gathered, "RECORDS", 1 + staging % 4)
+    monkeypatch.setattr(device_memory, "STAGING_PAGES", 4)
     monkeypatch.setattr(device_memory, "SMALL_PAGES", 3)  # some come in by themselves, between others
     pool = pool_of(400, len(MANY), shared_pages=128)
     names = added(pool, MANY)
     sizes = {pool.images[name].pages for name in names}
     assert min(sizes) <= 3 < max(sizes)
     pool.memory.pages.fill_(float("nan"))
-    for name, slot in pool.ensure(names).items():
+    slots = pool.ensure(names)
+    assert pool.memory._gathered is None  # nor is its staging memory kept
+    for name, slot in slots.items():
         assert_reads_back(pool, slot, *names[name])
 
 
@@ -114,8 +119,10 @@ def test_what_could_not_be_written_is_not_resident(at: int, monkeypatch: pytest.
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "index_copy_", failing)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(ScuteError) as error:
             pool.ensure(list(names)[:4])
+        assert error.value.diagnostics[0].code.name == "SC805"
+        assert not set(pool.prefetch(list(names)[:4])) & set(list(names)[:4])  # it is for the next batch to be refused
     assert not set(pool.resident) & set(list(names)[:4])
     for name, slot in pool.ensure(list(names)[1:4]).items():  # and nothing of it is left behind
         assert_reads_back(pool, slot, *names[name])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scute_compile.diagnostics import Diagnostic, ScuteError
+from scute_compile.runtime_min import device_memory, gathered
 from scute_compile.runtime_min.leases import Lease
 from scute_compile.runtime_min.record import PAGE_BYTES, Field
 from tests.pool_images import METHODS, assert_reads_back, image, pool_of
@@ -165,10 +167,62 @@ class Churn(RuleBasedStateMachine):
         assert stats.pages.lent == sum(map(len, self.loans))
         assert stats.pages.in_use + stats.pages.lent + stats.pages.free == PAGES
         assert (stats.slots_in_use, stats.pages.moved) == (len(images), 0)
+        assert set(self.pool.facts) == set(images)
         assert stats.factors == factors
         empty = [slot for slot in range(SLOTS) if slot not in images]
+        self.pool.memory.wait()  # as before every step
         assert bool((self.pool.memory.directory[empty][..., Field.OWN_PAGES] == -1).all())
 
 
 TestChurn = Churn.TestCase
 TestChurn.settings = settings(max_examples=16, stateful_step_count=30, deadline=None)
+
+
+class ChurnTogether(Churn):
+    """The same with staging memory for a few pages, where some come in alone, and with writes that break off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
+    @initialize(
+        staging=st.integers(3, 12), small=st.integers(1, 3), records=st.integers(1, 4),
+        adapters=st.tuples(*[ADAPTERS] * len(NAMES)),
+    )  # fmt: skip
+    def begin(self, staging: int, small: int, records: int, adapters: tuple[Adapter, ...]) -> None:
+        """Start with all adapters in host memory."""
+        self.patch.setattr(gathered, "ROOM_PAGES", staging)
+        self.patch.setattr(gathered, "RECORDS", records)
+        self.patch.setattr(device_memory, "SMALL_PAGES", small)
+        for name, adapter in zip(NAMES, adapters, strict=True):
+            self.add(name, adapter)
+
+    @precondition(lambda self: self.added)
+    @rule(
+        data=st.data(), broken=st.sampled_from(["_foreach_copy_", "tensor"]), ahead=st.booleans(), evict=st.booleans()
+    )
+    def break_off(self, data: st.DataObject, broken: str, *, ahead: bool, evict: bool) -> None:
+        """Run out of memory in the middle of the writes, and take one away whose bytes never arrived."""
+        names = data.draw(st.lists(st.sampled_from(sorted(self.added)), min_size=1, max_size=4))
+        before = self.held()
+
+        def full(*_given: object, **_options: object) -> None:
+            raise torch.OutOfMemoryError
+
+        with self.patch.context() as patch:
+            patch.setattr(torch, broken, full)
+            found = refused(lambda: self.pool.prefetch(names) if ahead else self.pool.ensure(names))
+            assert code(found) in {"", "SC804", "SC805"}
+        free = sorted(self.pool.resident.keys() - self.held())
+        if free and evict:
+            self.pool.evict(data.draw(st.sampled_from(free)))
+            self.pool.prefetch(data.draw(st.lists(st.sampled_from(sorted(self.added)), max_size=3)))
+        assert before <= set(self.pool.resident)
+
+    def teardown(self) -> None:
+        """Let other tests have their staging memory."""
+        self.patch.undo()
+
+
+TestChurnTogether = ChurnTogether.TestCase
+TestChurnTogether.settings = TestChurn.settings
