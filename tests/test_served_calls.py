@@ -97,8 +97,14 @@ def test_a_call_that_breaks_holds_no_adapter(model: ServedModel) -> None:
     with pytest.raises(KeyError, match="own"):
         generated(model, Streamer(fault))
     holds_nothing(model, before)
-    with pytest.raises(IndexError):
-        model.generate(ids_of(2, 6) + 1000, adapters=ROWS, max_new_tokens=2)
+
+    def breaks(*_: object) -> None:
+        raise IndexError("of a layer's")
+
+    hook = model.model.get_submodule("lm_head").register_forward_pre_hook(breaks)
+    with pytest.raises(IndexError, match="of a layer's"):
+        model.generate(ids_of(2, 6), adapters=ROWS, max_new_tokens=2)
+    hook.remove()
     holds_nothing(model, before)
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.generate(ids_of(2, 6), adapters=ROWS, max_new_tokens=0)
