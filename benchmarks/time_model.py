@@ -1,8 +1,8 @@
 """What a decode step's kernels should take: what a launch costs, and what reading its bytes takes. Nothing is fitted.
 
 Both are measured in the same run. A launch: the runtime's own kernels with one tenant that has next to nothing to move.
-Bytes: a kernel that only reads as many, from memory that no cache holds; a few MB don't reach the bandwidth of a long
-read, so the rate is measured by size. Delta rows of rotations: the base's own GEMM with that many more rows.
+Bytes: a kernel that only reads as many, from memory that no cache holds, by size. Delta rows of rotations: the base's
+own GEMM with that many more rows.
 
 Left out: activations, partial sums and the base's output, which mostly stay in a cache; that the expand begins while
 the shrink ends; that tokens of a pair beyond sixteen read it again. DoRA's launches count as LoRA's. A shared pair is
