@@ -189,8 +189,8 @@ def launch_costs(base: Base) -> Mapping[str, float]:
     One tenant of LoRA of rank 1, of IA3, of VeRA on a pair of rank 16 (the expand's least block; two of the shrink's),
     of OFT with blocks of 8, whose rows in the GEMM itself are not counted.
     """
-    xs, turned = ([normal(rows, k) for rows, (_, k, _) in zip(each, GEMMS, strict=True)]
-                  for each in ([1] * len(GEMMS), [1 + len(widths) for _, _, widths in GEMMS]))  # fmt: skip
+    xs = [normal(1, k) for _, k, _ in GEMMS]
+    turned = [normal(1 + len(widths), k) for _, k, widths in GEMMS]
     plain = dict.fromkeys(("lora", "ia3", "vera"), plain_ms(base, xs)) | {"oft": plain_ms(base, turned)}
     pools = {method: Pool([(method, 1)], pair_rank=16, block=8) for method in plain}
     costs = {method: (median_ms(lambda p=pool: base.step(p.layer(xs))) - plain[method]) / (LAYERS * len(GEMMS))

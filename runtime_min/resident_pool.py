@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
@@ -194,7 +193,7 @@ class ResidentPool:
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
         with suppress(ScuteError):  # without room to stage in, it is for the next batch to be refused
-            self._bring_all(wanted, partial(self._try_in, ahead=True))
+            self._bring_all(wanted, lambda image, others: self._try_in(image, others, ahead=True))
         return tuple(name for name in wanted if name in self._current)
 
     def acquire(self, names: Iterable[str]) -> Lease:
@@ -303,6 +302,8 @@ class ResidentPool:
         """Bring in those that aren't there, by `bring`, and make all of them the last used."""
         coming, keep = [self._host[name] for name in wanted if name not in self._current], frozenset(wanted)
         self._touch(wanted)  # behind those who may go, so that each that comes in finds these at once
+        if not coming:
+            return
         try:
             with self.memory.together([image.buffer for image in coming]):
                 for image in coming:
@@ -319,8 +320,7 @@ class ResidentPool:
             self._current[name] = self._current.pop(name)
 
     def _bring_in(self, image: AdapterImage, candidates: Iterable[Resident]) -> Resident:
-        resident = self._try_in(image, candidates)
-        if resident is None:
+        if (resident := self._try_in(image, candidates)) is None:
             refuse_room(image, needed=image.pages, free=self._pool.free)
         return resident
 

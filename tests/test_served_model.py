@@ -182,7 +182,7 @@ def test_the_weights_of_a_conv1d_are_held_once(make: Make) -> None:
     one = make("lora", "gpt2")
     model = served("gpt2", one.base)
     layer = model.layers["transformer.h.0.attn.c_attn"]
-    assert layer.weight_NK.data_ptr() == layer.weight.data_ptr()  # type: ignore[operator]
+    assert layer.weight_NK.data_ptr() == layer.weight.data_ptr()  # type: ignore[operator] # a module attribute
     assert tuple(layer.weight_NK.shape) == (192, 64)
 
 

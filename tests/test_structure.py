@@ -125,7 +125,7 @@ def test_the_text_model_inside_a_multimodal_one_is_known_and_the_tower_is_not() 
 @pytest.mark.parametrize("name", TEXT)
 def test_heads_are_the_model_s(name: str) -> None:
     config = BASES[name].config()
-    heads = config.num_attention_heads  # type: ignore[attr-defined]
+    heads = config.num_attention_heads  # type: ignore[attr-defined] # each family has its own
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     for linear in built(name).structure.linears.values():
         for part in linear.parts:

@@ -161,6 +161,6 @@ def test_regenerated_projections_pass_through_the_dtype_of_the_base(
         names = {name: name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
         wrapped = wrap(model, folder, locate(folder, manifest, names), dtype)
         layer = wrapped.get_submodule(f"{PREFIX}model.layers.0.self_attn.k_proj")
-        drawn[dtype] = layer.vera_A["default"]  # type: ignore[index]
+        drawn[dtype] = layer.vera_A["default"]  # type: ignore[index] # a module attribute
     assert torch.equal(drawn[torch.bfloat16], drawn[torch.float32].to(torch.bfloat16).float())
     assert not torch.equal(drawn[torch.bfloat16], drawn[torch.float32])

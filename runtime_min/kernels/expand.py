@@ -196,6 +196,16 @@ def _tall(
 
 
 @triton.jit
+def in_halves(total, h, b):
+    """Add `h B` on tensor cores, with h in two halves of B's dtype: its rounding, and what that left."""
+    high = h.to(b.dtype)
+    total = tl.dot(high, b, total, input_precision="ieee")
+    if b.dtype != tl.float32:
+        total = tl.dot((h - high.to(tl.float32)).to(b.dtype), b, total)
+    return total
+
+
+@triton.jit
 def _times_shared_b(
     h_first, b_first, stride, rank, mine, in_slice,
     SPLIT: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WRITTEN: tl.constexpr,
@@ -210,10 +220,7 @@ def _times_shared_b(
         b = tl.load(b_first + (step + rows)[:, None] * stride, mask=mask, other=0.0, eviction_policy="evict_last")
         both = mine[:, None] & (step + rows < written)[None, :]
         h = _partial_sums(h_first, (step + rows)[None, :], both, PART, SPLIT)
-        high = h.to(b.dtype)  # h in two halves of B's dtype: its rounding, and what that left
-        total = tl.dot(high, b, total, input_precision="ieee")
-        if b.dtype != tl.float32:
-            total = tl.dot((h - high.to(tl.float32)).to(b.dtype), b, total)
+        total = in_halves(total, h, b)
     return total
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from scute_compile.runtime_min.kernels.expand import in_halves
 from scute_compile.runtime_min.kernels.paging import (
     A_OFFSET,
     A_PAGES,
@@ -245,16 +246,6 @@ def _rows_of_h(h_row, rows, rank, held):
 
 
 @triton.jit
-def _halves(total, h, b):
-    """Add `h B` on tensor cores, with h in two halves of B's dtype: its rounding, and what that left."""
-    high = h.to(b.dtype)
-    total = tl.dot(high, b, total, input_precision="ieee")
-    if b.dtype != tl.float32:
-        total = tl.dot((h - high.to(tl.float32)).to(b.dtype), b, total)
-    return total
-
-
-@triton.jit
 def _times_b(
     h_row, record, rank, column, width, held, shared_ptr, pages_ptr, page_map_ptr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_R_S: tl.constexpr,
@@ -274,7 +265,7 @@ def _times_b(
                 shared_ptr + b_first + rows[:, None] * b_stride + columns[None, :],
                 mask=(rows < rank)[:, None] & (columns < width)[None, :], other=0.0,
             )  # fmt: skip
-            total = _halves(total, _rows_of_h(h_row, rows, rank, held), b)
+            total = in_halves(total, _rows_of_h(h_row, rows, rank, held), b)
     else:
         granule = column // VALUES + tl.arange(0, BLOCK_N // VALUES)
         for start in range(0, rank, BLOCK_R):
@@ -286,7 +277,7 @@ def _times_b(
                 ),
                 [BLOCK_R, BLOCK_N],
             )  # fmt: skip
-            total = _halves(total, _rows_of_h(h_row, rows, rank, held), b)
+            total = in_halves(total, _rows_of_h(h_row, rows, rank, held), b)
     return total
 
 
