@@ -75,7 +75,10 @@ def check_resident(name: str, resident: Container[str]) -> None:
 
 
 def check_new(name: str, known: Mapping[str, AdapterImage]) -> None:
-    """Refuse a second adapter of one name (SC806)."""
+    """Refuse a second adapter of one name (SC806), and what is no name: None stands for the base (SC703)."""
+    if not isinstance(name, str) or not name:
+        fail(Code.SC703, where="an adapter's name", found=f"{name!r:.40}", expected="a text of at least one character",
+             next="load the adapter under a name")  # fmt: skip
     if name in known:
         fail(
             Code.SC806,

@@ -150,10 +150,15 @@ class DeviceMemory:
         """Let a slot hold no adapter."""
         self.write_records(slot, self._absent)
 
-    def write_records(self, slot: int, records: torch.Tensor) -> None:
-        """Write the directory records `(sites, 16)` of a slot."""
+    def clear_unwritten(self) -> None:
+        """Let slots hold no adapter whose clearing was held back and never done."""
+        for slot in self.unwritten:
+            self.clear_records(slot)
+
+    def write_records(self, slot: int, records: torch.Tensor, *, at_once: bool = False) -> None:
+        """Write the directory records `(sites, 16)` of a slot; `at_once` holds nothing back."""
         gathered = self._gathered
-        if gathered is None:
+        if gathered is None or at_once:
             self._unwritten.discard(slot)
             with self._writing():
                 self.directory[slot].copy_(self._pinned(records), non_blocking=True)

@@ -312,6 +312,7 @@ class ResidentPool:
         except BaseException:
             for resident in [one for one in self._current.values() if one.slot in self.memory.unwritten]:
                 self._drop(resident)  # it would be answered by the base, or by what lay there before
+            self.memory.clear_unwritten()
             raise
         self._touch(wanted)
 

@@ -235,7 +235,7 @@ class Residents:
                 self._memory.write_shared(factor.image.buffer, start)
                 self.shared_moved += factor.image.pages
         for resident in self._placed:
-            self._write_records(resident)
+            self._write_records(resident, at_once=True)  # of adapters that a step may hold
 
     @staticmethod
     def _run(runs: Runs, count: int) -> int:
@@ -273,7 +273,7 @@ class Residents:
             entry = self._pairs[pair] = _Pair(rank=rank, index=self._pair_rows.pop())
         entry.references += 1
 
-    def _write_records(self, resident: Resident) -> None:
+    def _write_records(self, resident: Resident, *, at_once: bool = False) -> None:
         records = resident.image.records.numpy().copy()
         pair = resident.image.records.numpy()[:, Field.PAIR]
         places = records[:, _PLACES]
@@ -283,7 +283,7 @@ class Residents:
             records[at, Field.A_OFFSET] = self._granule(window.a)
             records[at, Field.B_OFFSET] = self._granule(window.b)
             records[at, Field.PAIR] = resident.pairs[number]
-        self._memory.write_records(resident.slot, torch.from_numpy(records))
+        self._memory.write_records(resident.slot, torch.from_numpy(records), at_once=at_once)
 
 
 def _pairs_of(image: AdapterImage) -> set[tuple[str, str]]:

@@ -77,17 +77,20 @@ def check_tokens(input_ids: torch.Tensor | None, model: torch.nn.Module) -> None
     vocabulary = getattr(embeddings, "num_embeddings", None)
     if input_ids is None or vocabulary is None:
         return
-    whole = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+    whole = input_ids.dtype in (torch.int32, torch.int64)
     low, high = (int(value) for value in torch.aminmax(input_ids)) if whole else (0, 0)
     if not whole or low < 0 or high >= vocabulary:
         found = f"token {low if low < 0 else high}" if whole else f"values in {input_ids.dtype}"
-        fail(Code.SC703, where="input_ids", found=found, expected=f"whole numbers from 0 to {vocabulary - 1}",
+        fail(Code.SC703, where="input_ids", found=found, expected=f"int32 or int64 from 0 to {vocabulary - 1}",
              next="encode the text with the base's own tokenizer")  # fmt: skip
 
 
 def check_rows(adapters: Sequence[str | None], rows: int) -> None:
     """Refuse a batch that has not one adapter id per row (SC703)."""
-    if not adapters or rows != len(adapters) or isinstance(adapters, str):
+    if not isinstance(adapters, list | tuple):  # a set has no order, and a dict another meaning
+        fail(Code.SC703, where="adapters", found=f"a {type(adapters).__name__}", expected="a list or tuple of ids",
+             next="pass one id per row, in the order of the rows")  # fmt: skip
+    if not adapters or rows != len(adapters):
         fail(
             Code.SC703, where="adapters", found=f"{len(adapters)} adapter ids for {rows} rows",
             expected="one id per row of the batch", next="pass None for rows that the base serves alone",

@@ -268,13 +268,34 @@ def test_a_pool_too_small_for_one_adapter_is_refused(make: Make) -> None:
     assert_harmless(model, "SC805", "shared_pages", lambda: model.load("vera", make("vera", "llama").artifact))
 
 
-@pytest.mark.parametrize("tokens", [torch.tensor([[3, 128]]), torch.tensor([[-1, 3]]), torch.tensor([[0.5, 2.0]])])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        torch.tensor([[3, 128]]),
+        torch.tensor([[-1, 3]]),
+        torch.tensor([[0.5, 2.0]]),
+        torch.tensor([[3, 4]], dtype=torch.int8),
+    ],
+)
 def test_tokens_that_the_model_does_not_have_are_refused(tokens: torch.Tensor, make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     assert model.model.get_parameter("model.embed_tokens.weight").shape[0] == 128
     logits_of(model, torch.tensor([[0, 127]]), ["lora"])
     assert_harmless(model, "SC703", "from 0 to 127", lambda: logits_of(model, tokens, ["lora"]))
     assert_harmless(model, "SC703", "from 0 to 127", lambda: model.generate(tokens, adapters=["lora"]))
+
+
+@pytest.mark.parametrize("adapters", [{"lora"}, {"lora": 1}, None, "l"])
+def test_rows_want_an_order(adapters: object, make: Make) -> None:
+    model, _ = loaded("llama", ("lora",), make)
+    assert_harmless(model, "SC703", "a list or tuple", lambda: model.forward(ids_of(1, 2), adapters=adapters))  # type: ignore[arg-type] # wrong on purpose
+
+
+@pytest.mark.parametrize("name", [None, 7, ""])
+def test_what_is_no_name_is_refused(name: object, make: Make) -> None:
+    model, _ = loaded("llama", ("lora",), make)
+    artifact = make("oft", "llama").artifact
+    assert_harmless(model, "SC703", "a text", lambda: model.load(name, artifact))  # type: ignore[arg-type] # likewise
 
 
 def test_ids_that_do_not_fit_the_batch_are_refused(make: Make) -> None:
