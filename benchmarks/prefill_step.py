@@ -66,9 +66,9 @@ def expand_ms(pool: Pool, xs: Sequence[torch.Tensor]) -> float:
         for distinct in range(DISTINCT_LAYERS):
             for index, (_, _, widths) in enumerate(GEMMS):
                 gemm = Gemm(first_site=distinct * SITES + FIRSTS[index], widths=widths)
-                h, hs = launch._buffers(xs[index], gemm, pool.buffers, pool.features)  # noqa: SLF001 - one kernel alone
-                launch._expand(  # noqa: SLF001 - likewise
-                    outputs[index], h, hs, None, pool.tensors, pool.buffers, gemm, pool.features, xs[index]
+                held = launch.room_for(xs[index], gemm, pool.buffers, pool.features)
+                launch._expand(  # noqa: SLF001 - one kernel alone
+                    outputs[index], held, None, pool.tensors, pool.buffers, gemm, pool.features, xs[index]
                 )
 
     outputs = [normal(len(xs[0]), sum(widths)) for _, _, widths in GEMMS]

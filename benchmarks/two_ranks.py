@@ -4,10 +4,9 @@
     python benchmarks/two_ranks.py --ranks 2 --layers 4 --work kept --json two_ranks.json
 
 One batch holds nine adapters (LoRA twice, DoRA, rank-stabilised DoRA on attention, IA3, VeRA twice on one shared pair,
-OFT twice) and a row of the base. Each row is compared with PEFT in float32 and with a run on one rank. "served" is what
-the pool's operators give in the default layout, kernels on a GPU; the other columns are reference operations, the fully
-sharded layout among them. Steps have one token per tenant, in a CUDA graph when the model lets itself be captured; what
-reference operations take says nothing about what kernels would.
+OFT twice) and a row of the base. Each row is compared with PEFT in float32 and with a run on one rank. "pool" is what
+the pools give, with kernels on a GPU; the other columns are reference operations. Steps have one token per tenant, in a
+CUDA graph when the model lets itself be captured; what reference operations take says nothing about what kernels do.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from scute_compile.formats.artifact import open_artifact
 from scute_compile.model import Split
 from scute_compile.runtime_min.distributed_layers import RankModel
 from scute_compile.runtime_min.load_time_norms import shard_scale
-from scute_compile.runtime_min.rank_group import Purpose, RankGroup
+from scute_compile.runtime_min.rank_group import Purpose, RankGroup, Traffic
 from scute_compile.runtime_min.served_model import ServedModel
 from scute_compile.runtime_min.served_ranks import serve_rank
 from scute_compile.runtime_min.site_slots import take
@@ -97,7 +96,7 @@ def worker(rank: int, run: Run, size: int) -> None:
     layouts = ("default", "full") if size > 1 else ("default",)
     for layout in layouts:
         tensors[layout], facts[f"{layout} traffic"] = mixed_batch(run, rank, size, layout)
-    tensors["served"] = served_batch(run, rank, size)
+        tensors[f"{layout}, pool"], facts[f"{layout}, pool traffic"] = pooled_batch(run, rank, size, layout)
     if size > 1:
         facts["dora scale error"] = scale_error(run, size)
     facts["steps"] = steps(run, rank, size)
@@ -127,24 +126,33 @@ def mixed_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Tens
 
 
 def pooled(
-    run: Run, rank: int, size: int, *, slots: int, tokens: int, rows: int, attention: str | None = None
-) -> ServedModel:
-    """Return the model with a pool that has room for every adapter in every slot."""
-    files = sum(path.stat().st_size for path in run.store("default", size).glob("*/rank-0*"))
-    served, _ = serve_rank(
-        run.model(rank, attention), slots=slots, num_pages=64 + files * slots // 2048, max_tokens=tokens,
-        max_rows=rows, shared_pages=65536 if CUDA else 1024,
+    run: Run, rank: int, size: int, layout: str, *, slots: int, tokens: int, rows: int, attention: str | None = None
+) -> tuple[ServedModel, Traffic]:
+    """Return the model with a pool that has room for every adapter in every slot, and the bytes that the rank sends."""
+    files = sum(path.stat().st_size for path in run.store(layout, size).glob("*/rank-0*"))
+    served, ranks = serve_rank(
+        run.model(rank, attention), lora_sharding=LoraSharding(layout), slots=slots,
+        num_pages=64 + files * slots // 2048, max_tokens=tokens, max_rows=rows, shared_pages=65536 if CUDA else 1024,
     )  # fmt: skip
-    return served
+    return served, ranks.traffic
 
 
-def served_batch(run: Run, rank: int, size: int) -> torch.Tensor:
-    """Return the batch's log-probabilities on the CPU as the pool and its operators give them: kernels on a GPU."""
+def pooled_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Tensor, dict[str, object]]:
+    """Return what `mixed_batch` does as the pool and its operators give it: kernels on a GPU."""
     ids = run.ids().to(device_of(rank))
-    served = pooled(run, rank, size, slots=len(NINE), tokens=ids.numel(), rows=len(ids))
-    for name in NINE:
-        served.load(name, run.store("default", size) / name)
-    return torch.log_softmax(served.forward(ids, adapters=[*NINE, None]).logits.float(), -1).cpu()
+    served, traffic = pooled(
+        run, rank, size, layout, slots=max(len(NINE) + 1, run.tenants), tokens=ids.numel(),
+        rows=max(len(ids), run.tenants),
+    )  # fmt: skip
+    for name in (*NINE, "attention"):
+        served.load(name, run.store(layout, size) / name)
+    found = torch.log_softmax(served.forward(ids, adapters=[*NINE, None]).logits.float(), -1).cpu()
+    sent: dict[str, object] = {}
+    for name in ("attention", "lora-a"):
+        traffic.reset()
+        served.forward(ids[:1, :1].expand(run.tenants, 1).contiguous(), adapters=[name] * run.tenants)
+        sent[name] = {purpose.value: bytes_sent for purpose, bytes_sent in traffic.sent.items()}
+    return found, sent
 
 
 def scale_error(run: Run, size: int) -> float:
@@ -173,19 +181,23 @@ def steps(run: Run, rank: int, size: int) -> dict[str, object]:
     five = [FIVE[i % len(FIVE)] for i in range(run.tenants)]
     step = run.ids()[:1, :1].expand(run.tenants, 1).contiguous().to(device_of(rank))
     found: dict[str, object] = {}
-    served = pooled(
-        run, rank, size, slots=run.tenants, tokens=run.tenants, rows=run.tenants, attention="sdpa"
-    )  # fmt: skip
-    for pool, names in (("base", []), ("plain LoRA", lora), ("five methods", five)):
-        for i, name in enumerate(names):
-            served.load(f"{name} {i}", run.store("default", size) / name)
-        rows = [f"{name} {i}" for i, name in enumerate(names)] or [None] * run.tenants
-        with served.step(rows, [1] * run.tenants), torch.no_grad():
-            found[f"{pool}, pool"] = timed(lambda m=served.model: m(input_ids=step, use_cache=False), run.repeats)
-        for row in filter(None, rows):
-            served.unload(row)
-    del served
-    for layout in ("default", "full") if size > 1 else ("default",):
+    layouts = ("default", "full") if size > 1 else ("default",)
+    for layout in layouts:
+        served, _ = pooled(
+            run, rank, size, layout, slots=run.tenants, tokens=run.tenants, rows=run.tenants, attention="sdpa"
+        )  # fmt: skip
+        for pool, names in (("base", []), ("plain LoRA", lora), ("five methods", five)):
+            for i, name in enumerate(names):
+                served.load(f"{name} {i}", run.store(layout, size) / name)
+            rows = [f"{name} {i}" for i, name in enumerate(names)] or [None] * run.tenants
+            with served.step(rows, [1] * run.tenants), torch.no_grad():
+                found[f"{pool}, pool, {layout}"] = timed(
+                    lambda m=served.model: m(input_ids=step, use_cache=False), run.repeats
+                )
+            for row in filter(None, rows):
+                served.unload(row)
+        del served
+    for layout in layouts:
         ranked = RankModel(run.model(rank, attention="sdpa"))
         for pool, names in (("plain LoRA", lora), ("five methods", five)):
             for i, name in enumerate(names):
@@ -230,10 +242,10 @@ def compared(run: Run) -> list[dict[str, object]]:
         )[0]  # fmt: skip
         found = {"adapter": name, "effect": effect, f"PEFT in {run.shapes.dtype}": _error(rounded, theirs, effect),
                  "one rank": _error(one["default"][row], theirs, effect),
-                 "one rank, served": _error(one["served"][row], theirs, effect)}  # fmt: skip
+                 "one rank, pool": _error(one["default, pool"][row], theirs, effect)}  # fmt: skip
         for layout, answers in many.items():
             found[layout] = _error(answers[row], theirs, effect)
-            own = one["served" if layout == "served" else "default"][row]
+            own = one["default, pool" if layout.endswith("pool") else "default"][row]
             found[f"{layout} - one rank"] = _error(answers[row], own, effect)
         rows.append(found)
     return rows
@@ -250,12 +262,12 @@ def communication(run: Run, facts: dict[str, dict[str, dict[str, float]]]) -> li
         ("attention", 0.5, 5 * shapes.rank / (2 * shapes.hidden)),
         ("lora-a", 1.0, 9 * shapes.rank / (4 * shapes.hidden)),
     ):
-        for layout in ("default", "full") if run.ranks > 1 else ():  # one rank sends nothing
+        for layout in ("default", "full", "full, pool") if run.ranks > 1 else ():  # one rank sends nothing
             sent = facts[f"{layout} traffic"][name]
             base = share * sent[Purpose.BASE]
             rows.append({"adapter": name, "layout": layout, "base bytes": base, "adapter bytes":
                          sent[Purpose.ADAPTERS], "ratio": sent[Purpose.ADAPTERS] / base,
-                         "S-LoRA's": formula if layout == "full" else 0.0})  # fmt: skip
+                         "S-LoRA's": 0.0 if layout == "default" else formula})  # fmt: skip
     return rows
 
 
@@ -288,7 +300,7 @@ def main() -> None:
     shapes = tiny(options.ranks) if options.tiny else Shapes()
     shapes = replace(shapes, layers=options.layers or shapes.layers, dtype=options.dtype or shapes.dtype)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    console = Console(width=140)
+    console = Console(width=200)
     with TemporaryDirectory() as folder:
         run = Run(
             work=(options.work or Path(folder)).resolve(), shapes=shapes, ranks=options.ranks, tokens=options.tokens,

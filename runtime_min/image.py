@@ -68,8 +68,8 @@ class PairWindow:
 
     @property
     def rank(self) -> int:
-        """Rows of both factors."""
-        return self.a.factor.rank
+        """Rows of B, and of A, of which a rank may hold a share alone."""
+        return self.b.factor.rank
 
     @property
     def key(self) -> tuple[str, int, str, int]:
@@ -122,7 +122,7 @@ class AdapterImage:
     """int32 `(sites, 16)`: its directory records, with page starts of 0 and `PAIR` counting in its own `pairs`."""
     pairs: tuple[PairWindow, ...]
     own_rank: int
-    """Largest rank of its own terms; 0 without any."""
+    """Largest rank of its own terms, in whole shares of the ranks that divide it; 0 without any."""
     rotated: bool
     """Whether it turns the input of any site."""
     beside_pair: bool
@@ -156,6 +156,8 @@ class _Layout:
     payload: int = 0
     rows: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     """First granule, granules per row, and a matrix whose dtype is the stored one."""
+    rotations: dict[int, int] = field(default_factory=dict)
+    """First granule by the identity of a tensor: the parts of one layer turn its input alike."""
 
     def run(self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> int:
         """Place values without gaps and return their first granule."""
@@ -217,6 +219,7 @@ def pack_adapter(
     digest: str = "",
     tp: int = 1,
     rank: int = 0,
+    shares: int = 1,
     pin: bool = False,
 ) -> AdapterImage:
     """Lay an adapter's tensors out as its pages will hold them.
@@ -224,17 +227,18 @@ def pack_adapter(
     Args:
         name: The adapter's id, for messages.
         sites: The layers of the model, in the order of the directory.
-        contents: The adapted layers by name; all must be among `sites`.
+        contents: The adapted layers by key; all must be among `sites`.
         dtype: The pool's dtype, to which all tensors but `b` are rounded.
         digest: Digest of the artifact.
         tp: Number of ranks that the tensors were cut for.
         rank: Whose part it is.
+        shares: Among how many ranks terms are divided: what a row needs of intermediates comes in whole shares.
         pin: Whether to lay it out in pinned memory.
 
     Raises:
         ScuteError: SC402 when a layer doesn't exist or has other shapes.
     """
-    index = {site.name: number for number, site in enumerate(sites)}
+    index = {site.key: number for number, site in enumerate(sites)}
     layout = _Layout(dtype=dtype)
     pairs: dict[tuple[str, int, str, int], tuple[int, PairWindow]] = {}
     records = absent_records(len(sites))
@@ -253,6 +257,7 @@ def pack_adapter(
         if content.shared is not None:
             number = pairs.setdefault(content.shared.pair.key, (len(pairs), content.shared.pair))[0]
             _place_shared(record, content.shared, number, layout)
+    own_rank = int((records[:, Field.RANK] * (records[:, Field.PAIR] < 0)).max()) if sites else 0
     touched = (records != absent_records(len(sites))).any(1)
     return AdapterImage(
         name=name,
@@ -264,7 +269,7 @@ def pack_adapter(
         payload=layout.payload,
         records=records,
         pairs=tuple(pair for _, pair in pairs.values()),
-        own_rank=int((records[:, Field.RANK] * (records[:, Field.PAIR] < 0)).max()) if sites else 0,
+        own_rank=-(-own_rank // shares) * shares,
         rotated=bool((records[:, Field.R_OFFSET] >= 0).any()),
         beside_pair=bool((touched & (records[:, Field.PAIR] < 0)).any()),
     )
@@ -276,15 +281,20 @@ def _place_vectors(record: torch.Tensor, slots: SiteSlots, layout: _Layout) -> N
     if slots.b is not None:
         record[Field.SHIFT_OFFSET] = layout.run(slots.b, dtype=torch.float32)
     if slots.delta is not None:
-        record[Field.R_OFFSET] = layout.run(slots.delta)
+        if id(slots.delta) not in layout.rotations:
+            layout.rotations[id(slots.delta)] = layout.run(slots.delta)
+        record[Field.R_OFFSET] = layout.rotations[id(slots.delta)]
         blocks = slots.rotation is RotationKind.BLOCKS
         record[Field.R_BLOCK] = slots.delta.shape[-1] if blocks else 1
         record[Field.R_SHARED] = int(blocks and len(slots.delta) == 1)
 
 
 def _place_terms(record: torch.Tensor, site: SiteSlot, slots: SiteSlots, layout: _Layout) -> None:
-    """Own terms of one site stand side by side along the rank: `x A B` summed over terms is one product."""
-    record[Field.RANK] = sum(len(term.a) for term in slots.terms)
+    """Own terms of one site stand side by side along the rank: `x A B` summed over terms is one product.
+
+    The rank is that of B: of A there may be a share alone, as of the entries that it gives.
+    """
+    record[Field.RANK] = sum(len(term.b) for term in slots.terms)
     record[Field.A_PAGES] = record[Field.B_PAGES] = 0
     record[Field.A_OFFSET] = layout.matrix([term.a for term in slots.terms], site.in_features)
     record[Field.A_STRIDE] = granules(site.in_features, layout.dtype)

@@ -13,9 +13,11 @@ from scute_compile.diagnostics import fail
 from scute_compile.expressions import Ranges, width
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
-from scute_compile.formats.layout import tensor_name
-from scute_compile.formats.manifest import SharedWindow, SiteRecord, TermRecord
+from scute_compile.formats.layout import tensor_name, term_columns
+from scute_compile.formats.manifest import Manifest, SharedWindow, SiteRecord, TermRecord
+from scute_compile.model import Split
 from scute_compile.rooting import Unrooted, reroot
+from scute_compile.runtime_min.divided_terms import RowOrder, in_parts, own_term, shared_rows
 from scute_compile.runtime_min.image import (
     AdapterImage,
     FactorImage,
@@ -30,6 +32,7 @@ from scute_compile.runtime_min.image import (
 from scute_compile.runtime_min.record import SiteSlot, values_per_granule
 from scute_compile.runtime_min.reference import SiteSlots, TermSlots
 from scute_compile.runtime_min.site_slots import take
+from scute_compile.runtime_min.term_exchange import take_rows
 from scute_compile.target import LoraSharding
 
 Factors = MutableMapping[str, FactorImage]
@@ -44,6 +47,7 @@ def read_adapter(
     name: str = "",
     tp: int = 1,
     rank: int = 0,
+    sharding: LoraSharding = LoraSharding.DEFAULT,
     factors: Factors | None = None,
     convert: bool = False,
     pin: bool = False,
@@ -52,31 +56,42 @@ def read_adapter(
 
     Args:
         source: An opened artifact, or the folder of one.
-        sites: The model's layers as the rank holds them, in the order of the directory.
+        sites: The model's layers as the rank holds them, in the order of the directory; fully sharded, a row-parallel
+            layer in parts, of which one is what the rank expands to.
         dtype: The pool's dtype.
         name: The adapter's id; the artifact's own name when empty.
         tp: Number of ranks that the runtime runs on.
         rank: Which of them this is.
+        sharding: How the runtime's ranks divide terms.
         factors: Images of shared factors that are there already; those that this artifact needs are added.
         convert: Whether an artifact of another dtype is rounded to the pool's; it is refused otherwise.
         pin: Whether images lie in pinned memory.
 
     Raises:
-        ScuteError: SC801 (another tp or dtype), SC812 (a fully sharded artifact), SC402 (another base), SC803 (terms
-            that mix own and shared factors, or several shared ones at a site), SC320 (values that the pool's dtype
-            can't hold), and what `open_artifact`, `load_rank` and `load_factor` raise.
+        ScuteError: SC801 (another tp or dtype), SC812 (terms that are divided otherwise), SC402 (another base), SC803
+            (terms that mix own and shared factors, or several shared ones at a site), SC320 (values that the pool's
+            dtype can't hold), and what `open_artifact`, `load_rank` and `load_factor` raise.
     """
     artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
     name = name or artifact.manifest.name
     _check_target(artifact, name, tp=tp, dtype=dtype, convert=convert)
+    _check_sharding(artifact.manifest, name, sharding)
+    parts: dict[str, list[SiteSlot]] = {}
+    for site in sites:
+        parts.setdefault(site.name, []).append(site)
     known: Factors = {} if factors is None else factors
     tensors = {key: _fitting(value, key, dtype) for key, value in load_rank(artifact, rank).items()}
     reader = _Reader(
         artifact=artifact, name=name, rank=rank, dtype=dtype, tensors=tensors, factors=known, pin=pin
     )  # fmt: skip
-    contents = {record.name: reader.site(record) for record in artifact.manifest.sites}
+    contents: dict[str, SiteContent] = {}
+    for record in artifact.manifest.sites:
+        slots, content = parts.get(record.name, []), reader.site(record)
+        whole = all(slot.part is None for slot in slots)
+        contents |= {record.name: content} if whole else in_parts(record, rank, content, slots)
     return pack_adapter(
-        name, sites, contents, dtype, digest=artifact.manifest.digest, tp=tp, rank=rank, pin=pin
+        name, sites, contents, dtype, digest=artifact.manifest.digest, tp=tp, rank=rank,
+        shares=tp if sharding is LoraSharding.FULL else 1, pin=pin,
     )  # fmt: skip
 
 
@@ -111,14 +126,6 @@ def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype,
             expected=f"tp {tp}, on which this runtime runs",
             next=f"compile the adapter again with --tp {tp}",
         )
-    if manifest.fully_sharded:
-        fail(
-            Code.SC812,
-            where=name,
-            found=f"an artifact for tp {tp} whose terms are cut on both sides (lora_sharding {manifest.lora_sharding})",
-            expected=f"lora_sharding {LoraSharding.DEFAULT}: the pool's kernels exchange no intermediates",
-            next="compile the adapter again without --lora-sharding full, or serve it through RankModel",
-        )
     if TORCH_DTYPES[manifest.dtype] is not dtype and not convert:
         wanted = str(dtype).removeprefix("torch.")
         fail(
@@ -127,6 +134,19 @@ def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype,
             found=f"an artifact in {manifest.dtype}",
             expected=f"{wanted}, the pool's dtype",
             next=f"compile the adapter again with --dtype {wanted}, or ask for a conversion, which rounds once more",
+        )
+
+
+def _check_sharding(manifest: Manifest, name: str, sharding: LoraSharding) -> None:
+    """Refuse terms that are divided otherwise than the ranks of this runtime do; without terms, layouts are one."""
+    divided = manifest.tp > 1 and any(site.terms and site.split is not Split.REPLICATED for site in manifest.sites)
+    if divided and manifest.lora_sharding is not sharding:
+        fail(
+            Code.SC812,
+            where=name,
+            found=f"lora_sharding {manifest.lora_sharding.value}, on {manifest.tp} ranks",
+            expected=f"lora_sharding {sharding.value}, in which the ranks of this runtime hold low-rank terms",
+            next=f"compile the adapter again with --lora-sharding {sharding.value}",
         )
 
 
@@ -170,12 +190,15 @@ class _Reader:
             _check_term(self.name, record, number, term)
             if term.a is None or term.b is None:
                 a, b = (self.tensors[tensor_name(record.name, slot, number)] for slot in ("A", "B"))
-                terms.append(TermSlots(a=a, b=b))
+                terms.append(own_term(a, b, term, self.rank))
                 continue
+            rows = shared_rows(term, self.rank)
             pair = PairWindow(
-                a=self.window(term.a, record.inputs[self.rank]), b=self.window(term.b, record.outputs[self.rank])
+                a=self.window(term.a, record.inputs[self.rank], rows.a if rows else None),
+                b=self.window(term.b, term_columns(record, term, self.rank), rows.b if rows else None),
             )
-            shared = SharedTerm(pair=pair, d=held("d", number), e=held("e", number))
+            d = held("d", number)
+            shared = SharedTerm(pair=pair, d=d if rows is None or d is None else rows.d_of(d), e=held("e", number))
         slots = SiteSlots(
             rotation=record.rotation.kind if record.rotation else None,
             delta=held("dR"),
@@ -186,19 +209,22 @@ class _Reader:
         inputs, outputs = width(record.inputs[self.rank]), width(record.outputs[self.rank])
         return SiteContent(in_features=inputs, out_features=outputs, slots=slots, shared=shared)
 
-    def window(self, window: SharedWindow, ranges: Ranges) -> FactorWindow:
+    def window(self, window: SharedWindow, ranges: Ranges, rows: RowOrder | None) -> FactorWindow:
         """Return where the rank's columns of a shared factor lie.
 
         One run of columns that starts a granule is an offset into the whole factor, which all sites share. Others get
-        an image of their own, of those columns alone.
+        an image of their own, of those columns alone; so do fully sharded ones, of the `rows` that the rank holds.
         """
         start = ranges[0][0]
-        whole = len(ranges) == 1 and start % values_per_granule(self.dtype) == 0
+        whole = len(ranges) == 1 and start % values_per_granule(self.dtype) == 0 and rows is None
         key = window.factor if whole else f"{window.factor}:{','.join(f'{first}-{last}' for first, last in ranges)}"
+        key = key if rows is None else f"{key}:{rows.name}"
         image = self.factors.get(key)
         if image is None:
             factor = _fitting(load_factor(self.artifact, window.factor), window.factor, self.dtype)
-            image = pack_factor(key, factor if whole else take(factor, 1, ranges), self.dtype, pin=self.pin)
+            part = factor if whole else take(factor, 1, ranges)
+            part = part if rows is None else take_rows(part, rows.order)
+            image = pack_factor(key, part, self.dtype, pin=self.pin)
             self.factors[key] = image
         return window_of(image, self.dtype, column=start if whole else 0)
 

@@ -30,6 +30,7 @@ from scute_compile.runtime_min.step_plan import (
     Capacity,
     StepRegions,
 )
+from scute_compile.runtime_min.term_exchange import TermExchange
 
 # Settings with what chose them: ms added per decode step of 20 tenants of Llama-3.1-8B's shapes on an H200.
 RUN_GRANULES = 1792
@@ -90,9 +91,9 @@ def shared_split(k: int) -> int:
     return 2 if k <= 8192 else 4
 
 
-def held_ranks(capacity: Capacity) -> int:
-    """Return ranks per row of `(x A^T) * d`: the shrink writes whole blocks."""
-    return -(-capacity.pair_ranks // PAIR_RANKS) * PAIR_RANKS
+def held_ranks(capacity: Capacity, shares: int = 1) -> int:
+    """Return ranks per row of `(x A^T) * d` on one of `shares` ranks: the shrink writes whole blocks."""
+    return -(-capacity.pair_ranks // (shares * PAIR_RANKS)) * PAIR_RANKS
 
 
 def shared_columns(columns: int) -> int:
@@ -113,7 +114,7 @@ def starts_early(device: torch.device) -> bool:
 
 def adapted_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors, step: StepRegions, gemm: Gemm,
-    features: Features,
+    features: Features, exchange: TermExchange | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the adapted output `(T, N)` of one fused GEMM.
 
@@ -125,17 +126,18 @@ def adapted_linear(
         step: This step's metadata.
         gemm: Where the layer's sites stand.
         features: What the step may need.
+        exchange: As for `adapted_output`.
     """
 
     def multiply(rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
         return torch.nn.functional.linear(rows, weight, bias if biased else None)
 
-    return adapted_output(x, multiply, bias, pool, step, gemm, features)
+    return adapted_output(x, multiply, bias, pool, step, gemm, features, exchange)
 
 
 def adapted_output(
     x: torch.Tensor, multiply: Product, bias: torch.Tensor | None, pool: PoolTensors, step: StepRegions, gemm: Gemm,
-    features: Features,
+    features: Features, exchange: TermExchange | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the adapted output `(T, N)` of one fused GEMM that the caller multiplies.
 
@@ -147,40 +149,86 @@ def adapted_output(
         step: This step's metadata.
         gemm: Where the layer's sites stand.
         features: What the step may need.
+        exchange: How ranks complete the intermediates of fully sharded terms; None where terms are cut on one side.
     """
     with_rows = _rotate(x, pool, step, gemm, features) if features.rotated else x
     late_bias = bias is not None and features.rotated > 0
     y = multiply(with_rows, biased=not late_bias)
-    h, hs = _buffers(x, gemm, step, features)
+    held = room_for(x, gemm, step, features, exchange.shares if exchange else 1)
     if features.owned or features.shared:
-        _shrink(x, h, hs, pool, step, gemm, features)
-    _expand(y, h, hs, bias if late_bias else None, pool, step, gemm, features, x)
+        _shrink(x, held, pool, step, gemm, features)
+        held = held if exchange is None else _completed(held, exchange, x.shape[0], features)
+    _expand(y, held, bias if late_bias else None, pool, step, gemm, features, x)
     return y[: x.shape[0]] if features.rotated else y
 
 
-def _buffers(x: torch.Tensor, gemm: Gemm, step: StepRegions, features: Features) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return room for `x A^T` of owned terms, and for `(x A^T) * d` of shared ones: `(slices, runs, rows, ranks)`."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Intermediates:
+    """What the shrink leaves for the expand, in float32; a step's rows have as many entries as their adapters' ranks.
+
+    Fully sharded, after the ranks' exchange, all slices of a GEMM see the same entries: one of them alone has terms.
+    """
+
+    h: torch.Tensor
+    """`(runs, slices, entries)`: `x A^T` of owned terms, partial sums per run of K; in prefill of shared ones too."""
+    hs: torch.Tensor
+    """`(slices, runs, rows, ranks)`: `(x A^T) * d` of shared terms."""
+    shares: int = 1
+    """Among how many ranks the entries are divided; 1 when they are whole."""
+    one_slice: bool = False
+
+    @property
+    def entries(self) -> int:
+        """How far slices of h lie apart."""
+        return 0 if self.one_slice else self.h.shape[2]
+
+    @property
+    def rows(self) -> int:
+        """How many rows of hs slices lie apart, per run."""
+        return 0 if self.one_slice else self.hs.shape[2]
+
+
+def room_for(x: torch.Tensor, gemm: Gemm, step: StepRegions, features: Features, shares: int = 1) -> Intermediates:
+    """Return room for what the shrink of `x` leaves, of which one of `shares` ranks computes a part."""
     k, slices, capacity = x.shape[1], len(gemm.widths), step.capacity
     parts = 1 if features.prefill else owned_split(k, 16 // x.element_size()).parts
-    pairs = capacity.tokens * held_ranks(capacity) if features.shared and not features.prefill else 0
-    return (
-        x.new_empty(parts * slices * capacity.ranks, dtype=torch.float32),
-        x.new_empty(slices * shared_split(k) * pairs, dtype=torch.float32),
+    rows = capacity.tokens if features.shared and not features.prefill else 0
+    return Intermediates(
+        h=x.new_empty((parts, slices, capacity.ranks // shares), dtype=torch.float32),
+        hs=x.new_empty((slices, shared_split(k), rows, held_ranks(capacity, shares)), dtype=torch.float32),
+        shares=shares,
     )
 
 
+def _completed(held: Intermediates, exchange: TermExchange, tokens: int, features: Features) -> Intermediates:
+    """Let the ranks complete what this one computed for its terms, as far as the step's rows reach."""
+    mine, found = exchange.which, []
+    if features.owned or features.prefill:
+        found.append(_total(held.h[:, mine, : features.ranks // held.shares], 0))
+    if features.shared and not features.prefill:
+        found.append(_total(held.hs[mine, :, : min(tokens, features.blocks * PAIR_TOKENS)], 0))
+    whole = exchange.complete(found)
+    h = whole.pop(0)[None, None] if features.owned or features.prefill else held.h
+    return Intermediates(h=h, hs=whole[0][None, None] if whole else held.hs, one_slice=True)
+
+
+def _total(parts: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return the sum over runs of K, in place where there is one."""
+    return parts.select(axis, 0) if parts.shape[axis] == 1 else parts.sum(axis)
+
+
 def _shrink(
-    x: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm,
-    features: Features,
+    x: torch.Tensor, held: Intermediates, pool: PoolTensors, step: StepRegions, gemm: Gemm, features: Features
 ) -> None:  # fmt: skip
-    region, k, values, capacity, slices = step.region, x.shape[1], pool.values, step.capacity, len(gemm.widths)
+    h, hs = held.h, held.hs
+    region, k, values, slices = step.region, x.shape[1], pool.values, len(gemm.widths)
     sites = pool.directory.shape[1]
     if features.prefill:
         prefill_shrink_kernel[features.tiles, slices, 4 if features.shared else 1](
             x, h, pool.shared, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"),
-            region("row_h"), sites, gemm.first_site, capacity.ranks,
+            region("row_h"), sites, gemm.first_site, held.entries,
             K=k, BLOCK_T=TILE_TOKENS, BLOCK_R=16, BLOCK_R_S=64, BLOCK_K=128, VALUES=values, HAS_SHARED=features.shared,
-            num_warps=4, num_stages=3,
+            SHARES=held.shares, num_warps=4, num_stages=3,
         )  # fmt: skip
         return
     split = owned_split(k, values)
@@ -189,11 +237,11 @@ def _shrink(
     shrink_kernel[(max(1, shared_programs + min(owned_units, OWNED_PROGRAMS)),)](
         x, h, hs, pool.shared, pool.pages, pool.page_map, pool.directory, region("work"), region("swork"),
         region("pair_rows"), region("pair_slots"), region("pair"), sites,
-        gemm.first_site, capacity.ranks, shared_programs, owned_units,
+        gemm.first_site, held.entries, shared_programs, owned_units,
         K=k, SLICES=slices, SPLIT=split.parts, ROWS=OWNED_ROWS, STEP=split.step, SPLIT_S=shared_split(k),
         BLOCK_K=SHARED_STEP * values // 8, LANES=SHRINK_WARPS, VALUES=values, BLOCK_T=PAIR_TOKENS, BLOCK_R=PAIR_RANKS,
-        HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), HAS_OWNED=features.owned, HAS_SHARED=features.shared,
-        PDL=starts_early(x.device), num_warps=SHRINK_WARPS, num_stages=SHRINK_STAGES, **_early(x),
+        HS_ROWS=hs.shape[2], HS_RANKS=hs.shape[3], HAS_OWNED=features.owned, HAS_SHARED=features.shared,
+        SHARES=held.shares, PDL=starts_early(x.device), num_warps=SHRINK_WARPS, num_stages=SHRINK_STAGES, **_early(x),
     )  # fmt: skip
 
 
@@ -221,18 +269,19 @@ def _rotate(x: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm, f
 
 
 def _expand(
-    y: torch.Tensor, h: torch.Tensor, hs: torch.Tensor, bias: torch.Tensor | None, pool: PoolTensors,
-    step: StepRegions, gemm: Gemm, features: Features, x: torch.Tensor,
+    y: torch.Tensor, held: Intermediates, bias: torch.Tensor | None, pool: PoolTensors, step: StepRegions, gemm: Gemm,
+    features: Features, x: torch.Tensor,
 ) -> None:  # fmt: skip
+    h, hs = held.h, held.hs
     n0, n1, n2 = gemm.padded
     region, sites, capacity, slices = step.region, pool.directory.shape[1], step.capacity, len(gemm.widths)
-    (tokens, k), given = x.shape, bias if bias is not None else y
+    tokens, given = len(x), bias if bias is not None else y
     if features.prefill:
         block_n = PREFILL_COLUMNS
         grid = (_blocks(gemm, block_n), features.tiles)
         prefill_expand_kernel[grid](
             y, h, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("tile"), region("seg_rows"),
-            region("row_h"), region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens,
+            region("row_h"), region("rot_position"), sites, gemm.first_site, held.entries, tokens,
             N0=n0, N1=n1, N2=n2, SLICES=slices, BLOCK_T=TILE_TOKENS, BLOCK_N=block_n,
             BLOCK_R=16, BLOCK_R_S=64, VALUES=pool.values, HAS_SHARED=features.shared, HAS_ROTATION=features.rotated > 0,
             HAS_BIAS=bias is not None, num_warps=PREFILL_WARPS, num_stages=2, maxnreg=PREFILL_REGISTERS,
@@ -249,11 +298,11 @@ def _expand(
     expand_kernel[(max(1, shared + tall + owned),)](
         y, h, hs, given, pool.shared, pool.pages, pool.page_map, pool.directory, region("counts"), region("segment"),
         region("tall"), region("block"), region("pair_rows"), region("pair_slots"), region("pair"),
-        region("rot_position"), sites, gemm.first_site, capacity.ranks, tokens, shared, tall,
-        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=owned_split(k, pool.values).parts, SPLIT_S=shared_split(k),
+        region("rot_position"), sites, gemm.first_site, held.entries, tokens, shared, tall,
+        N0=n0, N1=n1, N2=n2, SLICES=slices, SPLIT=h.shape[0], SPLIT_S=hs.shape[1],
         BLOCK_N=block_n, ROWS=WIDE_RANK, BLOCK_N_TALL=TALL_COLUMNS, BLOCK_R_TALL=TALL_ROWS,
         BLOCK_N_S=columns, BLOCK_R_S=rows, WRITTEN=PAIR_RANKS, BLOCK_T=PAIR_TOKENS,
-        HS_ROWS=capacity.tokens, HS_RANKS=held_ranks(capacity), VALUES=pool.values, HAS_SHARED=features.shared,
+        HS_ROWS=held.rows, HS_RANKS=hs.shape[3], VALUES=pool.values, HAS_SHARED=features.shared,
         HAS_TALL=features.tall > 0, HAS_ROTATION=features.rotated > 0, HAS_BIAS=bias is not None, PDL=early,
         num_warps=warps, num_stages=EXPAND_STAGES,
         maxnreg=SHARED_REGISTERS if features.shared and features.owned else None, **(_early(x) if early else {}),

@@ -7,6 +7,8 @@ each row has lies in tensors, so the mix may change between calls and replays.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
 
 import torch
 
@@ -15,9 +17,10 @@ from scute_compile.diagnostics import fail
 from scute_compile.ir import RotationKind
 from scute_compile.runtime_min.gather import read_field
 from scute_compile.runtime_min.record import Field
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots, apply_site, rotate
+from scute_compile.runtime_min.reference import SiteSlots, TermSlots, apply_site, expand, rotate, shrink, wide
 from scute_compile.runtime_min.step_form import Features, Gemm, PoolTensors, Product, capacity_of
 from scute_compile.runtime_min.step_plan import StepRegions
+from scute_compile.runtime_min.term_exchange import TermExchange
 
 
 @torch.library.custom_op("scute::adapted_linear", mutates_args=(), device_types="cpu")
@@ -48,20 +51,24 @@ def adapted_linear(
         `(T, N)` in the dtype of `x`.
     """
     del features
+    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
+    gemm = Gemm(first_site=first_site, widths=tuple(widths))
+    return adapted_output(x, _product(weight, bias), tables, StepRegions(capacity_of(capacity), step), gemm)
 
+
+def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     def multiply(rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
         dtype = rows.dtype  # delta rows come in the wide dtype
         added = bias.to(dtype) if biased and bias is not None else None
         return torch.nn.functional.linear(rows, weight.to(dtype), added)
 
-    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
-    gemm = Gemm(first_site=first_site, widths=tuple(widths))
-    return adapted_output(x, multiply, tables, StepRegions(capacity_of(capacity), step), gemm)
+    return multiply
 
 
 def adapted_output(
-    x: torch.Tensor, multiply: Product, tables: PoolTensors, step: StepRegions, gemm: Gemm
-) -> torch.Tensor:
+    x: torch.Tensor, multiply: Product, tables: PoolTensors, step: StepRegions, gemm: Gemm,
+    exchange: TermExchange | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the adapted output `(T, N)` of one fused GEMM that the caller multiplies: the reference.
 
     Args:
@@ -70,19 +77,29 @@ def adapted_output(
         tables: Resident adapters.
         step: This step's metadata.
         gemm: Where the layer's sites stand.
+        exchange: How ranks complete the intermediates of fully sharded terms; None where terms are cut on one side.
     """
     y = multiply(x, biased=True)
     row_slot = step.region("row_slot")[: len(x)]
+    held: list[tuple[torch.Tensor, slice, SiteSlots]] = []
     for slot in sorted(set(row_slot.tolist()) - {-1}):
         rows = (row_slot == slot).nonzero().flatten()
         start = 0
         for site, width in enumerate(gemm.widths, gemm.first_site):
-            part = slice(start, start + width)
-            slots = read_site(tables, slot, site, (x.shape[1], width))
+            slots = read_site(tables, slot, site, (x.shape[1], width), shares=exchange.shares if exchange else 1)
             if slots is not None:
-                delta_y = _delta(x[rows], multiply, slots)
-                y[rows, part] = apply_site(y[rows, part], x[rows], None if delta_y is None else delta_y[:, part], slots)
+                held.append((rows, slice(start, start + width), slots))
             start += width
+    hs = [shrink(x[rows], term.a, term.d) for rows, _, slots in held for term in slots.terms]
+    whole = iter(exchange.complete(hs) if exchange else hs)
+    for rows, part, slots in held:
+        delta_y = _delta(x[rows], multiply, slots)
+        delta_y = None if delta_y is None else delta_y[:, part]
+        vectors = replace(slots, terms=())
+        out = apply_site(y[rows, part], x[rows], delta_y, vectors, out_dtype=wide(y, x))
+        for term in slots.terms:
+            out = out + expand(next(whole), term.b, term.e)
+        y[rows, part] = out.to(y.dtype)
     return y
 
 
@@ -102,6 +119,16 @@ def _(
     directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
     capacity: Sequence[int], features: Sequence[int],
 ) -> torch.Tensor:  # fmt: skip
+    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
+    regions = StepRegions(capacity_of(capacity), step)
+    gemm = Gemm(first_site=first_site, widths=tuple(widths))
+    out: torch.Tensor = _kernels().adapted_linear(
+        x.contiguous(), weight, bias, tables, regions, gemm, Features.of_numbers(features)
+    )
+    return out
+
+
+def _kernels() -> ModuleType:
     try:
         from scute_compile.runtime_min import launch
     except ModuleNotFoundError as error:
@@ -109,13 +136,33 @@ def _(
             Code.SC701, where="the runtime on a GPU", found=f"no module named {error.name!r}", expected="triton",
             next="`pip install triton`, or serve on the CPU",
         )  # fmt: skip
+    return launch
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it unannotated
+def exchanged_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
+    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
+    capacity: Sequence[int], features: Sequence[int], exchange: TermExchange,
+) -> torch.Tensor:  # fmt: skip
+    """Return the output of one layer whose terms are fully sharded; arguments as for `adapted_linear`.
+
+    No operator, since ranks meet in it: `torch.compile` leaves it out. All ranks call it for the same batch.
+    """
     tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
     regions = StepRegions(capacity_of(capacity), step)
     gemm = Gemm(first_site=first_site, widths=tuple(widths))
-    return launch.adapted_linear(x.contiguous(), weight, bias, tables, regions, gemm, Features.of_numbers(features))
+    if x.device.type == "cpu":
+        return adapted_output(x, _product(weight, bias), tables, regions, gemm, exchange)
+    out: torch.Tensor = _kernels().adapted_linear(
+        x.contiguous(), weight, bias, tables, regions, gemm, Features.of_numbers(features), exchange
+    )
+    return out
 
 
-def read_site(tables: PoolTensors, slot: int, site: int, size: tuple[int, int]) -> SiteSlots | None:
+def read_site(
+    tables: PoolTensors, slot: int, site: int, size: tuple[int, int], *, shares: int = 1
+) -> SiteSlots | None:  # fmt: skip
     """Return an adapter's tensors at one site as the directory leads to them; None where it doesn't touch the site.
 
     Args:
@@ -123,6 +170,7 @@ def read_site(tables: PoolTensors, slot: int, site: int, size: tuple[int, int]) 
         slot: The adapter's place in the directory.
         site: The layer's index.
         size: The layer's inputs and outputs.
+        shares: Among how many ranks the rows of A and entries of d are divided.
     """
     record: list[int] = tables.directory[slot, site].tolist()
     inputs, outputs = size
@@ -134,10 +182,10 @@ def read_site(tables: PoolTensors, slot: int, site: int, size: tuple[int, int]) 
     terms: tuple[TermSlots, ...] = ()
     if rank > 0:
         a, b = (
-            read_field(tables, slot, site, field, (rank, width))
-            for field, width in ((Field.A_OFFSET, inputs), (Field.B_OFFSET, outputs))
+            read_field(tables, slot, site, field, shape)
+            for field, shape in ((Field.A_OFFSET, (rank // shares, inputs)), (Field.B_OFFSET, (rank, outputs)))
         )
-        terms = (TermSlots(a=a, b=b, d=read(Field.D_OFFSET, rank), e=read(Field.E_OFFSET, outputs)),)
+        terms = (TermSlots(a=a, b=b, d=read(Field.D_OFFSET, rank // shares), e=read(Field.E_OFFSET, outputs)),)
     delta, rotation = None, None
     if record[Field.R_OFFSET] >= 0:
         blocks = 1 if record[Field.R_SHARED] else inputs // block

@@ -57,6 +57,17 @@ class SiteSlot:
     out_features: int
     gemm: str
     """The fused site; slices of one GEMM stand side by side."""
+    part: tuple[int, int] | None = None
+    """Which of the layer's outputs it is, where a layer is several slots; None: all of them."""
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others.
+
+        >>> SiteSlot(name="o_proj", in_features=4, out_features=2, gemm="o_proj", part=(2, 4)).key
+        'o_proj[2:4]'
+        """
+        return self.name if self.part is None else f"{self.name}[{self.part[0]}:{self.part[1]}]"
 
 
 def values_per_granule(dtype: torch.dtype) -> int:

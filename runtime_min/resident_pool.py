@@ -259,7 +259,7 @@ class ResidentPool:
     def read_back(self, slot: int, site: str, field: Field, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor as the device's tables lead to it; see `scute_compile.runtime_min.gather.read_field`."""
         self.memory.wait()
-        index = next(number for number, known in enumerate(self.sites) if known.name == site)
+        index = next(number for number, known in enumerate(self.sites) if known.key == site)
         return read_field(self.memory, slot, index, field, shape)
 
     def stats(self) -> PoolStats:

@@ -8,7 +8,8 @@ import torch
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
-from scute_compile.runtime_min.ops import adapted_linear
+from scute_compile.runtime_min.ops import adapted_linear, exchanged_linear
+from scute_compile.runtime_min.term_exchange import TermExchange
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,12 +33,15 @@ class ServedLinear(torch.nn.Module):
 
     Args:
         layer: `nn.Linear` or transformers' `Conv1D`.
-        site: Its index in the directory.
+        site: Its index in the directory; of its first part, where it is several.
         name: Its path in the model.
         step: What all layers read.
+        exchange: How ranks complete the intermediates of its terms; None where they exchange none.
     """
 
-    def __init__(self, layer: torch.nn.Module, site: int, name: str, step: StepState) -> None:
+    def __init__(
+        self, layer: torch.nn.Module, site: int, name: str, step: StepState, exchange: TermExchange | None = None
+    ) -> None:
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
         self.training = layer.training
@@ -47,7 +51,16 @@ class ServedLinear(torch.nn.Module):
         self.site, self.name, self.step = site, name, step
         self.active = False
         """Whether an adapter of the step touches the layer."""
-        self.widths = [int(self.weight_NK.shape[0])]
+        self.exchange, self.exchanges = exchange, False
+        """The second: whether an adapter of the step has terms here."""
+        outputs = int(self.weight_NK.shape[0])
+        parts = (None,) if exchange is None else exchange.parts(outputs)
+        self.widths = [outputs if part is None else part[1] - part[0] for part in parts]
+
+    @property
+    def sites(self) -> range:
+        """Its indices in the directory."""
+        return range(self.site, self.site + len(self.widths))
 
     @property
     def weight_NK(self) -> torch.Tensor:  # noqa: N802 - the suffix is a shape
@@ -66,15 +79,18 @@ class ServedLinear(torch.nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if rows.shape[0] != step.tokens:
             self._refuse(rows.shape[0])
-        out: torch.Tensor = adapted_linear(
-            rows, self.weight_NK, bias, step.pages, step.page_map, step.directory, step.shared, step.buffer, self.site,
-            self.widths, step.capacity, step.features,
-        )  # fmt: skip
+        tensors = (step.pages, step.page_map, step.directory, step.shared, step.buffer)
+        numbers = (self.site, self.widths, step.capacity, step.features)
+        out: torch.Tensor
+        if self.exchange is not None and self.exchanges:
+            out = exchanged_linear(rows, self.weight_NK, bias, *tensors, *numbers, self.exchange)
+        else:
+            out = adapted_linear(rows, self.weight_NK, bias, *tensors, *numbers)
         return out.reshape(*x.shape[:-1], -1)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
-        return f"{self.name}, out={self.widths[0]}"
+        return f"{self.name}, out={sum(self.widths)}"
 
     def _refuse(self, rows: int) -> None:
         fail(

@@ -35,6 +35,8 @@ from scute_compile.runtime_min.served_checks import (
 )
 from scute_compile.runtime_min.served_layer import ServedLinear, StepState
 from scute_compile.runtime_min.served_step import LoadedFacts, StepSizes, StepWriter
+from scute_compile.runtime_min.term_exchange import TermExchange
+from scute_compile.target import LoraSharding
 
 Rows = Sequence[str | None]
 """The adapter of each row of a batch; None for the base alone."""
@@ -51,6 +53,7 @@ class ServedModel:
         self, model: torch.nn.Module, *, slots: int, num_pages: int, dtype: torch.dtype | None = None,
         max_tokens: int = 4096, max_rows: int = 64, max_rank: int = 0, base_structure: str | None = None,
         convert: bool = False, fixed: bool = False, shared_pages: int = 16384, tp: int = 1, rank: int = 0,
+        exchanges: Mapping[str, TermExchange] | None = None,
     ) -> None:  # fmt: skip
         """Wrap a model and make an empty pool.
 
@@ -69,6 +72,8 @@ class ServedModel:
             shared_pages: Pages for shared factors.
             tp: Number of ranks that the model's layers were cut for; see `scute_compile.runtime_min.served_ranks`.
             rank: Which of them this is.
+            exchanges: How these ranks complete the intermediates of fully sharded terms, by the path of a layer; None:
+                terms are cut along one side, and ranks exchange none.
 
         Raises:
             ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices or are
@@ -77,6 +82,8 @@ class ServedModel:
         self.model = model
         self.base_structure = base_structure
         self._convert, self._tp, self._rank = convert, tp, rank
+        self._sharding = LoraSharding.DEFAULT if exchanges is None else LoraSharding.FULL
+        meeting = exchanges or {}
         heads = getattr(model, "get_output_embeddings", lambda: None)()
         linears = {name: layer for name, layer in linear_layers(model).items() if layer is not heads}
         self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
@@ -84,7 +91,8 @@ class ServedModel:
         check_sizes(max_tokens=max_tokens, max_rows=max_rows)
         weight = weight_of(linears, dtype)
         self.pool = ResidentPool(
-            [_site(name, layer) for name, layer in linears.items()], num_pages=num_pages, slots=slots,
+            [site for name, layer in linears.items() for site in _sites(name, layer, meeting.get(name))],
+            num_pages=num_pages, slots=slots,
             dtype=weight.dtype if dtype is None else dtype, device=weight.device, shared_pages=shared_pages,
             convert=convert, tp=tp, rank=rank,
         )  # fmt: skip
@@ -94,14 +102,17 @@ class ServedModel:
             buffer=memory.page_map,
         )  # fmt: skip
         sizes = StepSizes(
-            max_tokens=max(max_tokens, max_rows), max_rows=max_rows, max_rank=max_rank, slots=slots, fixed=fixed
-        )
+            max_tokens=max(max_tokens, max_rows), max_rows=max_rows, max_rank=max_rank, slots=slots, fixed=fixed,
+            shares=1 if exchanges is None else tp,
+        )  # fmt: skip
         self._writer = StepWriter(self.pool, self._step, sizes)
-        self._layers = [
-            ServedLinear(layer, site, name, self._step) for site, (name, layer) in enumerate(linears.items())
-        ]
-        for layer in self._layers:
-            _put(model, layer.name, layer)
+        self._layers: list[ServedLinear] = []
+        first = 0
+        for name, layer in linears.items():
+            served = ServedLinear(layer, first, name, self._step, meeting.get(name))
+            first = served.sites.stop
+            self._layers.append(served)
+            _put(model, name, served)
         self._loaded: dict[str, LoadedFacts] = {}
         self._call: Callable[..., Any] = model
         self._removed = self._running = False
@@ -266,8 +277,10 @@ class ServedModel:
 
     def _activate(self, names: Sequence[str]) -> None:
         sites = frozenset[int]().union(*(self._loaded[name].sites for name in names))
+        terms = frozenset[int]().union(*(self._loaded[name].terms for name in names))
         for layer in self._layers:
-            layer.active = layer.site in sites
+            layer.active = not sites.isdisjoint(layer.sites)
+            layer.exchanges = not terms.isdisjoint(layer.sites)
 
     def _prepare(self, adapters: Rows, shape: tuple[int, int]) -> None:
         """Write the step of one call; the rows of a call may be several per adapter id, side by side, as beams are."""
@@ -290,7 +303,7 @@ class ServedModel:
             )  # fmt: skip
         return read_adapter(
             artifact, named_as_in(artifact, self.pool.sites), self.pool.dtype, name=name, factors=self._factors,
-            tp=self._tp, rank=self._rank, convert=self._convert, pin=self.pool.memory.pin,
+            tp=self._tp, rank=self._rank, sharding=self._sharding, convert=self._convert, pin=self.pool.memory.pin,
         )  # fmt: skip
 
 
@@ -299,9 +312,15 @@ def _put(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
     setattr(model.get_submodule(parent), last, layer)
 
 
-def _site(name: str, layer: torch.nn.Module) -> SiteSlot:
+def _sites(name: str, layer: torch.nn.Module, exchange: TermExchange | None) -> list[SiteSlot]:
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)  # noqa: S101 - narrows the type of a module's attribute
     first, second = weight.shape
     inputs, outputs = (second, first) if isinstance(layer, torch.nn.Linear) else (first, second)
-    return SiteSlot(name=name, in_features=inputs, out_features=outputs, gemm=name)
+    return [
+        SiteSlot(
+            name=name, in_features=inputs, out_features=outputs if part is None else part[1] - part[0], gemm=name,
+            part=part,
+        )
+        for part in (exchange.parts(outputs) if exchange else (None,))
+    ]  # fmt: skip

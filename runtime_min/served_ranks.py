@@ -1,27 +1,34 @@
 """One rank of a model that the runtime's kernels serve: the pool holds this rank's part of every adapter.
 
-For artifacts of the default layout, in which ranks exchange nothing for adapters. Fully sharded ones are refused here;
-`scute_compile.runtime_min.distributed_layers` executes them.
+In the default layout ranks exchange nothing for adapters. In the fully sharded one they complete each layer's
+intermediates between the kernels, one transfer per layer for the whole batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from scute_compile.codes import Code
+from scute_compile.cuts import shares
+from scute_compile.diagnostics import fail
 from scute_compile.model import Split
 from scute_compile.runtime_min.rank_cut import CutLayer, LayerCut, cut_layers, join_outputs, put_layers
 from scute_compile.runtime_min.rank_group import Purpose, RankGroup
 from scute_compile.runtime_min.served_model import ServedModel
 from scute_compile.runtime_min.site_slots import take
+from scute_compile.runtime_min.term_exchange import TermExchange
+from scute_compile.target import LoraSharding
 
 
 def serve_rank(
     model: torch.nn.Module,
     *,
     group: dist.ProcessGroup | None = None,
+    lora_sharding: LoraSharding = LoraSharding.DEFAULT,
     **options: Any,  # noqa: ANN401 - ServedModel's own
 ) -> tuple[ServedModel, RankGroup]:
     """Cut a model for this rank, in place and for good, and serve adapters on it; all ranks make the same calls.
@@ -31,19 +38,38 @@ def serve_rank(
     Args:
         model: A transformers model, the same on every rank.
         group: The ranks' process group; None: the default one, or none for one rank.
-        options: What `ServedModel` takes, without `tp` and `rank`.
+        lora_sharding: How the artifacts divide low-rank terms among ranks; a pool holds one layout.
+        options: What `ServedModel` takes, without `tp`, `rank` and `exchanges`.
 
     Raises:
-        ScuteError: SC501 when a layer doesn't divide over the ranks; what `ServedModel` raises.
+        ScuteError: SC501 when a layer doesn't divide over the ranks, or has fewer outputs than there are; what
+            `ServedModel` raises.
     """
     ranks = RankGroup(group)
     cuts = cut_layers(model, ranks.rank, ranks.size)
     put_layers(model, cuts, {name: _plain(layer) for name, layer in cuts.items()})
-    served = ServedModel(model, tp=ranks.size, rank=ranks.rank, **options)
+    full = lora_sharding is LoraSharding.FULL and ranks.size > 1
+    exchanges = _exchanges(cuts, ranks) if full else None
+    served = ServedModel(model, tp=ranks.size, rank=ranks.rank, exchanges=exchanges, **options)
     for name, layer in served.layers.items():
         if name in cuts:
             _join(layer, cuts[name].cut, ranks)
     return served, ranks
+
+
+def _exchanges(cuts: Mapping[str, CutLayer], ranks: RankGroup) -> dict[str, TermExchange]:
+    """Return how the ranks meet inside each layer that they share."""
+    found: dict[str, TermExchange] = {}
+    for name, layer in cuts.items():
+        if layer.cut.split is Split.COLUMN:
+            found[name] = TermExchange(ranks=ranks)
+        elif layer.cut.split is Split.ROW:
+            if layer.cut.out_features < ranks.size:
+                fail(Code.SC501, where=name, found=f"{layer.cut.out_features} outputs",
+                     expected=f"one for each of {ranks.size} ranks at least",
+                     next="serve it in the default layout")  # fmt: skip
+            found[name] = TermExchange(ranks=ranks, part=shares(layer.cut.out_features, ranks.size)[ranks.rank])
+    return found
 
 
 def _plain(layer: CutLayer) -> torch.nn.Linear:

@@ -25,6 +25,8 @@ class LoadedFacts:
 
     sites: frozenset[int]
     """Indices of the layers that it touches."""
+    terms: frozenset[int]
+    """Indices of those where it has low-rank terms."""
     rank: int
     """Largest of its own terms and its shared pair."""
     pair_rank: int
@@ -43,6 +45,7 @@ class LoadedFacts:
         pair_rank = max((pair.rank for pair in image.pairs), default=0)
         return cls(
             sites=frozenset(touched.nonzero().flatten().tolist()),
+            terms=frozenset((records[:, Field.RANK] > 0).nonzero().flatten().tolist()),
             rank=max(image.own_rank, pair_rank),
             pair_rank=pair_rank,
             rotated=image.rotated,
@@ -62,6 +65,8 @@ class StepSizes:
     slots: int
     fixed: bool
     """Whether every step is launched alike, whatever its adapters."""
+    shares: int = 1
+    """Among how many ranks terms are divided."""
 
 
 class StepWriter:
@@ -84,7 +89,8 @@ class StepWriter:
         facts = list(loaded)
         held = [buffers.capacity for buffers in self._buffers.values()]
         self._whole_granules = all(one.whole_granules for one in facts)
-        rank = max([1, self.sizes.max_rank, *(one.rank for one in facts)])
+        shares = self.sizes.shares
+        rank = -(-max([1, self.sizes.max_rank, *(one.rank for one in facts)]) // shares) * shares
         pair_rank = max([16, *(one.pair_rank for one in facts), *(capacity.pair_ranks for capacity in held)])
         rotated = any(one.rotated for one in facts) or any(capacity.rotated for capacity in held)
         for prefill, tokens in ((True, self.sizes.max_tokens), (False, self.sizes.max_rows)):

@@ -43,6 +43,8 @@ class Features:
     """Blocks of sixteen tokens of a shared pair."""
     tall: int = 0
     """Segments whose rank is large."""
+    ranks: int = 0
+    """Ranks of all rows together, of own terms; in the prefill form of shared pairs too."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return the fields in their order, as `of_numbers` takes them."""
@@ -90,6 +92,7 @@ def features_of(plan: StepPlan, *, whole_granules: bool) -> Features:
         segments=plan.segments,
         blocks=plan.blocks,
         tall=plan.tall,
+        ranks=plan.ranks,
     )
 
 
@@ -118,6 +121,7 @@ def fixed_features(
         segments=capacity.tokens,
         blocks=blocks,
         tall=capacity.tall,
+        ranks=capacity.ranks,
     )
 
 

@@ -103,6 +103,8 @@ class StepPlan:
     segments: int
     blocks: int
     tall: int
+    ranks: int
+    """Of all rows together."""
     prefill: bool = False
 
 
@@ -137,7 +139,7 @@ def plan_step(
                     shared=any(facts[slot].pair >= 0 for slot in by_slot), rotated=len(turned),
                     tiles=_records(regions, "tile"), work=_records(regions, "work"),
                     shared_work=_records(regions, "swork"), segments=_records(regions, "segment"),
-                    blocks=_records(regions, "block"), tall=_records(regions, "tall"),
+                    blocks=_records(regions, "block"), tall=_records(regions, "tall"), ranks=ranks,
                     prefill=capacity.prefill)  # fmt: skip
 
 

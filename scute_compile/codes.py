@@ -222,9 +222,10 @@ class Code(Enum):
         "A rank, a slot or a layer is beyond what the serving engine was started with, or beyond what its layers do.",
     )
     SC812 = (
-        "the runtime doesn't serve fully sharded terms",
+        "the runtime divides low-rank terms otherwise",
         "With `--lora-sharding full` a rank holds a part of both factors, so that ranks must exchange what stands "
-        "between them; a runtime that doesn't would add a part of the adapter and call it all.",
+        "between them; a runtime that doesn't would add a part of the adapter and call it all, and one that does would "
+        "exchange what every rank has whole.",
     )
     SC813 = (
         "the step broke off",

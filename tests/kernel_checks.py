@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,8 +27,8 @@ CLOSE = 2e-5
 """Relative to a row: sums of up to 520 products in float32, in another order than float64 adds them."""
 
 
-@pytest.fixture(autouse=True)
-def booleans(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def spread_booleans() -> Iterator[None]:
     """Spread comparisons of scalars as booleans: Triton 3.9's interpreter spreads them as int32, which no mask may be.
 
     Compiled kernels have no such difference, and older interpreters take int32 masks.
@@ -41,7 +43,15 @@ def booleans(monkeypatch: pytest.MonkeyPatch) -> None:
             return TensorHandle(np.full(block.shape, value.data.flat[0]), int1)
         return spread(self, block, value)
 
-    monkeypatch.setattr(InterpreterBuilder, "create_splat", splat)
+    with patch.object(InterpreterBuilder, "create_splat", splat):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def booleans() -> Iterator[None]:
+    """Let every check run so."""
+    with spread_booleans():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from scute_compile.runtime_min.rank_group import Purpose, RankGroup
 from scute_compile.runtime_min.served_ranks import serve_rank
 from scute_compile.runtime_min.site_slots import take
 from scute_compile.runtime_min.verification import load_model
+from scute_compile.target import LoraSharding
 from tests.artifact_files import manifest_of
 from tests.bases import load_base
 from tests.commands import compiled
@@ -30,8 +31,6 @@ FLOAT32 = 5e-5
 LAYOUTS = ("default", "full")
 EVERY = ("lora-patterns", "dora", "rsdora-patterns", "dora-rank-1", "ia3-inputs", "vera", "oft", "adalora")
 CONV1D = ("lora", "dora", "ia3-inputs", "vera", "lora-base-bias")
-POOLED = ("lora", "dora", "ia3-inputs", "lora-base-bias")
-"""Without VeRA: on several ranks its sites use different columns of the shared pair, which pools refuse."""
 
 Pair = Callable[[str, str], tuple[Path, Path]]
 Stores = Mapping[str, Path]
@@ -96,28 +95,35 @@ def test_processes_answer_what_peft_answers_in_both_layouts(
     assert sent["default"][Purpose.BASE] == sent["full"][Purpose.BASE] > 0
 
 
-def served_answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor) -> Answer:
+def served_answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, layout: str) -> Answer:
     """The same batch through the pool and the custom op, on every rank."""
-    served, ranks = serve_rank(load_model(base), slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=512)
+    served, ranks = serve_rank(
+        load_model(base), slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=512,
+        lora_sharding=LoraSharding(layout),
+    )  # fmt: skip
     for recipe in recipes:
         served.load(recipe, store / recipe)
     out = served(ids, adapters=[*recipes, None])
     return {"out": torch.log_softmax(out.logits, -1), "sent": torch.tensor(ranks.traffic.sent[Purpose.ADAPTERS])}
 
 
-@pytest.mark.parametrize(("base", "recipes"), [("qwen2", ("lora", "dora", "ia3-inputs", "oft")), ("gpt2", POOLED)])
-def test_pools_of_two_ranks_serve_the_default_layout(
-    base: str, recipes: tuple[str, ...], pair: Pair, tmp_path: Path
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("base", "tp", "recipes"),
+    [("qwen2", 2, EVERY), ("gpt2", 2, CONV1D), ("llama-nine", 3, EVERY), ("phi3", 2, EVERY[1:])],
+)
+def test_pools_of_several_ranks_serve_both_layouts(
+    base: str, tp: int, recipes: tuple[str, ...], layout: str, pair: Pair, tmp_path: Path
 ) -> None:
-    stores = stores_of(pair, recipes, base, 2, tmp_path)
+    stores = stores_of(pair, recipes, base, tp, tmp_path)
     where, ids = pair(recipes[0], base)[1], ids_of(len(recipes) + 1, 6)
-    ranks = on_ranks(2, served_answers, where, stores["default"], recipes, ids)
+    ranks = on_ranks(tp, served_answers, where, stores[layout], recipes, ids, layout)
     plain = logprobs(load_base(base, where), ids)
-    assert torch.equal(ranks[0]["out"], ranks[1]["out"])
+    assert all(torch.equal(ranks[0]["out"], rank["out"]) for rank in ranks)
     assert (ranks[0]["out"][-1] - plain[-1]).abs().max() < 1e-4
-    assert ranks[0]["sent"] == 0
+    assert (ranks[0]["sent"] > 0) == (layout == "full")
     for row, recipe in enumerate(recipes):
-        chosen = Compiled(adapter=pair(recipe, base)[0], base=where, artifact=stores["default"] / recipe)
+        chosen = Compiled(adapter=pair(recipe, base)[0], base=where, artifact=stores[layout] / recipe)
         theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
         assert relative_error(ranks[0]["out"][row], theirs, plain[row]) < FLOAT32, recipe
 

@@ -18,6 +18,7 @@ from scute_compile.formats.artifact import open_artifact
 from scute_compile.model import Split
 from scute_compile.runtime_min.image_reading import read_adapter
 from scute_compile.runtime_min.served_model import ServedModel
+from scute_compile.target import LoraSharding
 from tests.artifacts import Written, write_artifact
 from tests.bases import load_base
 from tests.commands import compiled
@@ -145,7 +146,11 @@ def test_pools_refuse_what_they_would_serve_in_part(pair: Pair, tmp_path: Path) 
     artifact = open_artifact(compiled(adapter, base, tmp_path / "store", *options))
     with pytest.raises(ScuteError, match="SC812") as refused:
         read_adapter(artifact, sites_of(artifact), torch.float32, tp=2)
-    assert "without --lora-sharding full" in str(refused.value)
+    assert "compile the adapter again with --lora-sharding default" in str(refused.value)
+    other = open_artifact(compiled(adapter, base, tmp_path / "default", "--tp", 2, "--dtype", "float32"))
+    with pytest.raises(ScuteError, match="SC812") as refused:
+        read_adapter(other, sites_of(other), torch.float32, tp=2, sharding=LoraSharding.FULL)
+    assert "compile the adapter again with --lora-sharding full" in str(refused.value)
     with pytest.raises(ScuteError, match="SC801"):
         ServedModel(load_base("llama", base), slots=1, num_pages=512).load("one", artifact)
 

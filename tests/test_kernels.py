@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = Path(__file__).parent / "kernel_checks.py"
+HERE = Path(__file__).parent
 
 
-def test_kernels_compute_the_reference_in_the_interpreter() -> None:
+@pytest.mark.parametrize("checks", ["kernel_checks", "exchange_checks"])
+def test_kernels_compute_the_reference_in_the_interpreter(checks: str) -> None:
     pytest.importorskip("triton", reason="an extra that is there on Linux alone")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", CHECKS, "-p", "no:cacheprovider", "-p", "no:xdist"],
-        env={**clean, "TRITON_INTERPRET": "1"}, cwd=CHECKS.parent.parent, capture_output=True, text=True,
+        [sys.executable, "-m", "pytest", HERE / f"{checks}.py", "-p", "no:cacheprovider", "-p", "no:xdist"],
+        env={**clean, "TRITON_INTERPRET": "1"}, cwd=HERE.parent, capture_output=True, text=True,
         check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -182,15 +182,18 @@ def prefill_shrink_kernel(
     x_ptr, h_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, tile_ptr, seg_rows_ptr, row_h_ptr,
     sites, first_site, h_capacity,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_R_S: tl.constexpr, BLOCK_K: tl.constexpr,
-    VALUES: tl.constexpr, HAS_SHARED: tl.constexpr,
+    VALUES: tl.constexpr, HAS_SHARED: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.shrink`. Grid: tiles of tokens, slices, and ranks in turn."""
+    """See `scute_compile.runtime_min.reference.shrink`. Grid: tiles of tokens, slices, and ranks in turn.
+
+    `SHARES` as for the decode shrink.
+    """
     tile, which = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tile_ptr + tile * 4)
     first, count = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 2)
     if slot >= 0:
         record = directory_ptr + (slot * sites + first_site + which) * RECORD
-        rank = tl.load(record + RANK)
+        rank = tl.load(record + RANK) // SHARES
         first_page, offset, stride = (
             tl.load(record + A_PAGES), tl.load(record + A_OFFSET), tl.load(record + A_STRIDE)
         )  # fmt: skip
@@ -199,7 +202,7 @@ def prefill_shrink_kernel(
         a_first, a_stride = offset.to(tl.int64) * VALUES, stride * VALUES  # of a shared factor, which is not paged
         held = tl.arange(0, BLOCK_T) < count
         token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0)
-        h_row = tl.load(row_h_ptr + token, mask=held, other=0)
+        h_row = tl.load(row_h_ptr + token, mask=held, other=0) // SHARES
         h_place = h_ptr + which * h_capacity + h_row
         if HAS_SHARED & (pair >= 0):
             for start in range(tl.program_id(2) * BLOCK_R_S, rank, tl.num_programs(2) * BLOCK_R_S):

@@ -35,15 +35,15 @@ from scute_compile.runtime_min.kernels.paging import (
 def _owned(
     work, x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, sites, first_site, h_capacity,
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    VALUES: tl.constexpr, PDL: tl.constexpr,
+    VALUES: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = work % SPLIT
     which = (work // SPLIT) % SLICES
     unit = work_ptr + work // (SPLIT * SLICES) * 4
-    packed, token, h_row = tl.load(unit), tl.load(unit + 1).to(tl.int64), tl.load(unit + 2)
+    packed, token, h_row = tl.load(unit), tl.load(unit + 1).to(tl.int64), tl.load(unit + 2) // SHARES
     slot, rank_block = packed >> 12, packed & 4095
     record = directory_ptr + (tl.maximum(slot, 0) * sites + first_site + which) * RECORD
-    rank, pair = field(record, RANK), field(record, PAIR)
+    rank, pair = field(record, RANK) // SHARES, field(record, PAIR)
     first_page, offset, stride = field(record, A_PAGES), field(record, A_OFFSET), field(record, A_STRIDE)
     rows = rank_block * ROWS + tl.arange(0, ROWS)
     if (slot >= 0) & (pair < 0) & (rank_block * ROWS < rank):
@@ -97,7 +97,7 @@ def _shared(
     pair_slots_ptr, pair_ptr, sites, first_site,
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = work % SPLIT
     unit = swork_ptr + work // SPLIT * 4
@@ -106,7 +106,7 @@ def _shared(
     held = places < count
     token = tl.load(pair_rows_ptr + first + places, mask=held, other=0)
     slot = tl.load(pair_slots_ptr + first + places, mask=held, other=0)
-    rank = tl.load(pair_ptr + tl.maximum(pair, 0) * 8)
+    rank = tl.load(pair_ptr + tl.maximum(pair, 0) * 8) // SHARES
     granule = rank_block * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
     origin = tl.full([BLOCK_T], -1, dtype=tl.int32)  # one place for all tenants of a pair and all slices of a GEMM
     stride = tl.zeros([BLOCK_T], dtype=tl.int32)
@@ -122,7 +122,10 @@ def _shared(
         pages = pages + (page_of(page_map_ptr, own[:, None], d_granule, has_d),)
         d_granules = d_granules + (d_granule,)
     a_start = tl.max(origin)
-    if a_start >= 0:  # a site that no tenant adapts costs nothing
+    wanted = a_start >= 0  # a site that no tenant adapts costs nothing
+    if SHARES > 1:  # there are records for the whole rank
+        wanted = wanted & (rank_block * BLOCK_R < rank)
+    if wanted:
         a_first, a_stride = a_start.to(tl.int64) * VALUES, tl.max(stride) * VALUES
         STRIDE: tl.constexpr = LANES * BLOCK_K
         RUN: tl.constexpr = ((K + SPLIT - 1) // SPLIT + STRIDE - 1) // STRIDE * STRIDE
@@ -158,10 +161,11 @@ def shrink_kernel(
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     SPLIT_S: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, VALUES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr, HAS_OWNED: tl.constexpr, HAS_SHARED: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See `scute_compile.runtime_min.reference.shrink`. One record of work per program, the longer shared ones first.
 
+    Where `SHARES` ranks divide the terms' rank, this one computes as many of a row's entries as each of the others.
     Only where there are very many records, or a captured graph is made for so many, programs take several.
     """
     if PDL:
@@ -176,14 +180,15 @@ def shrink_kernel(
                 end = tl.load(work_ptr + unit // (SPLIT * SLICES) * 4 + 3) * (SPLIT * SLICES)
                 _owned(
                     unit, x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, sites, first_site, h_capacity,
-                    K, SLICES, SPLIT, ROWS, STEP, VALUES, PDL,
+                    K, SLICES, SPLIT, ROWS, STEP, VALUES, SHARES, PDL,
                 )  # fmt: skip
                 unit += tl.num_programs(0) - shared_programs
     elif HAS_SHARED:
         _shared(
             work, x_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, pair_rows_ptr,
             pair_slots_ptr, pair_ptr, sites, first_site,
-            K, SLICES, SPLIT_S, BLOCK_K, LANES, VALUES, BLOCK_T, BLOCK_R, HS_ROWS, HS_RANKS, PDL,
+            K, SLICES, SPLIT_S, BLOCK_K, LANES, VALUES, BLOCK_T, BLOCK_R, HS_ROWS, HS_RANKS, SHARES,
+            PDL,
         )  # fmt: skip
     if PDL:
         tlc.gdc_wait()  # also where there was no work: the expand relies on the GEMM before this grid having ended

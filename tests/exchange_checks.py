@@ -1,0 +1,116 @@
+"""The kernels of several ranks, under Triton's interpreter; `tests/test_kernels.py` runs this file in its own process.
+
+Ranks are processes over gloo, which inherit the interpreter's switch. As in `tests/kernel_checks.py` buffers that
+nothing wrote hold NaN, and K is cut in several runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from scute_compile.runtime_min import served_layer
+from scute_compile.runtime_min.served_ranks import serve_rank
+from scute_compile.runtime_min.step_form import Features, Gemm, PoolTensors, capacity_of
+from scute_compile.runtime_min.step_plan import StepRegions
+from scute_compile.runtime_min.verification import load_model
+from scute_compile.target import LoraSharding
+from tests.commands import compiled
+from tests.rank_processes import Answer, on_ranks
+from tests.served import Compiled, ids_of, logprobs, peft_model, relative_error
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+
+FLOAT32 = 5e-5
+"""As in `tests/test_distributed_layers.py`."""
+WIDE = "lora-21"
+RECIPES = ("lora-patterns", "dora", WIDE, "vera")
+"""Ranks that two and three ranks don't divide, and one above the wide tiles of the expand."""
+
+
+def by_kernels(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
+    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
+    capacity: Sequence[int], features: Sequence[int], exchange: Any = None,  # noqa: ANN401 - the stand-in of two functions
+) -> torch.Tensor:  # fmt: skip
+    """What a GPU would run."""
+    from scute_compile.runtime_min import launch
+
+    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
+    regions, gemm = StepRegions(capacity_of(capacity), step), Gemm(first_site=first_site, widths=tuple(widths))
+    return launch.adapted_linear(x, weight, bias, tables, regions, gemm, Features.of_numbers(features), exchange)
+
+
+def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, options: dict[str, Any]) -> Answer:
+    """One batch through the kernels, on every rank."""
+    from scute_compile.runtime_min import launch
+    from tests.kernel_checks import spread_booleans
+
+    served, _ = serve_rank(
+        load_model(base), slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=64,
+        lora_sharding=LoraSharding.FULL, **options,
+    )  # fmt: skip
+    for recipe in recipes:
+        served.load(recipe, store / recipe)
+    torch.use_deterministic_algorithms(mode=True)
+    with (
+        spread_booleans(),
+        patch.object(launch, "RUN_GRANULES", 8),
+        patch.object(launch, "SHARED_STEP", 32),
+        patch.object(served_layer, "exchanged_linear", by_kernels),
+        patch.object(served_layer, "adapted_linear", by_kernels),
+    ):
+        out = served(ids, adapters=[*recipes, None]).logits
+    return {"out": torch.log_softmax(out, -1)}
+
+
+@pytest.fixture
+def store(pair: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> Callable[[str, int], dict[str, Path]]:
+    """Compile every recipe for a base and a number of ranks, and return the adapters by recipe."""
+    from tests.adapters import lora, write_config
+    from tests.bases import BASES
+
+    def make(base: str, tp: int) -> dict[str, Path]:
+        where = pair("lora", base)[1]
+        folders = {recipe: pair(recipe, base)[0] for recipe in RECIPES if recipe != WIDE}
+        folders[WIDE] = tmp_path / WIDE
+        write_config(lora(r=21)(BASES[base].sites), base, where, folders[WIDE])
+        for folder in folders.values():
+            compiled(folder, where, tmp_path / "store", "--tp", tp, "--dtype", "float32", "--lora-sharding", "full")
+        return folders
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("base", "tp", "recipes", "tokens", "options"),
+    [
+        ("qwen2", 2, ("lora-patterns", "vera"), 1, {"max_rows": 3, "fixed": True}),
+        ("llama-nine", 3, ("lora-patterns", WIDE, "vera"), 1, {"max_rows": 8}),
+        ("llama-nine", 3, RECIPES, 2, {"max_rows": 8}),
+    ],
+    ids=["as for a graph", "decode", "prefill"],
+)
+def test_kernels_of_several_ranks_answer_what_peft_answers(
+    base: str, tp: int, recipes: Sequence[str], tokens: int, options: dict[str, Any],
+    pair: Callable[[str, str], tuple[Path, Path]],
+    store: Callable[[str, int], dict[str, Path]], tmp_path: Path,
+) -> None:  # fmt: skip
+    adapters, where = store(base, tp), pair("lora", base)[1]
+    ids = ids_of(len(recipes) + 1, tokens)
+    from tests.bases import load_base
+
+    ranks = on_ranks(tp, answers, where, tmp_path / "store", recipes, ids, options)
+    plain = logprobs(load_base(base, where), ids)
+    assert all(torch.equal(ranks[0]["out"], rank["out"]) for rank in ranks)
+    assert (ranks[0]["out"][-1] - plain[-1]).abs().max() < 1e-4
+    for row, recipe in enumerate(recipes):
+        chosen = Compiled(adapter=adapters[recipe], base=where, artifact=tmp_path / "store" / recipe)
+        theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
+        assert relative_error(ranks[0]["out"][row], theirs, plain[row]) < FLOAT32, recipe
