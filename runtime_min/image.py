@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -243,22 +244,19 @@ def pack_adapter(
     pairs: dict[tuple[str, int, str, int], tuple[int, PairWindow]] = {}
     records = absent_records(len(sites))
     for site_name, content in contents.items():
-        if site_name not in index:
+        number = index.get(site_name)
+        if number is None:
             _refuse_site(name, site_name, "a layer that the model doesn't have")
-        site = sites[index[site_name]]
-        if (site.in_features, site.out_features) != (content.in_features, content.out_features):
-            found = f"tensors for {content.in_features} inputs and {content.out_features} outputs"
-            _refuse_site(name, site_name, found, f"{site.in_features} inputs and {site.out_features} outputs")
-        record = records[index[site_name]]
+        site, record = sites[number], records[number]
+        _check_shape(name, site, content)
         record[Field.OWN_PAGES] = 0
         _place_vectors(record, content.slots, layout)
         if content.slots.terms:
             _place_terms(record, site, content.slots, layout)
         if content.shared is not None:
-            number = pairs.setdefault(content.shared.pair.key, (len(pairs), content.shared.pair))[0]
-            _place_shared(record, content.shared, number, layout)
+            known = pairs.setdefault(content.shared.pair.key, (len(pairs), content.shared.pair))
+            _place_shared(record, content.shared, known[0], layout)
     own_rank = int((records[:, Field.RANK] * (records[:, Field.PAIR] < 0)).max()) if sites else 0
-    touched = (records != absent_records(len(sites))).any(1)
     return AdapterImage(
         name=name,
         digest=digest,
@@ -271,8 +269,19 @@ def pack_adapter(
         pairs=tuple(pair for _, pair in pairs.values()),
         own_rank=-(-own_rank // shares) * shares,
         rotated=bool((records[:, Field.R_OFFSET] >= 0).any()),
-        beside_pair=bool((touched & (records[:, Field.PAIR] < 0)).any()),
+        beside_pair=_beside_pair(records),
     )
+
+
+def _beside_pair(records: torch.Tensor) -> bool:
+    touched = (records != absent_records(len(records))).any(1)
+    return bool((touched & (records[:, Field.PAIR] < 0)).any())
+
+
+def _check_shape(adapter: str, site: SiteSlot, content: SiteContent) -> None:
+    if (site.in_features, site.out_features) != (content.in_features, content.out_features):
+        found = f"tensors for {content.in_features} inputs and {content.out_features} outputs"
+        _refuse_site(adapter, site.key, found, f"{site.in_features} inputs and {site.out_features} outputs")
 
 
 def _place_vectors(record: torch.Tensor, slots: SiteSlots, layout: _Layout) -> None:
@@ -313,7 +322,7 @@ def _place_shared(record: torch.Tensor, term: SharedTerm, number: int, layout: _
         record[Field.E_OFFSET] = layout.run(term.e)
 
 
-def _refuse_site(adapter: str, site: str, found: str, expected: str = "layers of the model that is served") -> None:
+def _refuse_site(adapter: str, site: str, found: str, expected: str = "layers of the model that is served") -> NoReturn:
     fail(
         Code.SC402,
         where=f"{adapter}: {site}",

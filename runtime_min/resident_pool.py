@@ -288,10 +288,8 @@ class ResidentPool:
         batch = {self._current.get(name) for name in names}
         held = [resident.image for resident in self._residents if resident.held and resident not in batch]
         counts = self._pool.counts
-        room = Room(
-            slots=len(self.memory.directory), pages=counts.total - counts.lent, shared=len(self.memory.shared),
-            pairs=self._residents.pair_capacity,
-        )  # fmt: skip
+        room = Room(slots=len(self.memory.directory), pages=counts.total - counts.lent,
+                    shared=len(self.memory.shared), pairs=self._residents.pair_capacity)  # fmt: skip
         check_batch({name: self._host[name] for name in names}, held, room)
 
     def _idle(self, keep: Container[str] = ()) -> Iterator[Resident]:

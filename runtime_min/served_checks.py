@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
+from scute_compile.formats.artifact import Artifact
 from scute_compile.runtime_min.served_layer import ServedLinear
 
 
@@ -22,12 +25,30 @@ def check_unwrapped(model: torch.nn.Module) -> None:
         )  # fmt: skip
 
 
-def check_sizes(**sizes: int) -> None:
-    """Refuse a size below one (SC703)."""
-    small = [f"{name}={size}" for name, size in sizes.items() if size < 1]
-    if small:
-        fail(Code.SC703, where="a served model", found=", ".join(small), expected="at least 1 of each",
-             next="choose other sizes")  # fmt: skip
+def check_sizes(least: int, **sizes: int) -> None:
+    """Refuse a size below `least`, and what is no whole number (SC703)."""
+    odd = [f"{name}={size!r:.40}" for name, size in sizes.items() if not _counts(size, least)]
+    if odd:
+        fail(Code.SC703, where="a served model", found=", ".join(odd),
+             expected=f"whole numbers, at least {least} of each", next="choose other sizes")  # fmt: skip
+
+
+@contextmanager
+def allocating(num_pages: int, shared_pages: int) -> Iterator[None]:
+    """Name the pool's sizes where the memory for them isn't there (SC814)."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        said = " ".join(str(error).split())[:120]
+        fail(
+            Code.SC814, where="a served model",
+            found=f"{num_pages} pages of 2 KiB and {shared_pages} of shared factors: {said}",
+            expected="a pool that fits into memory beside the model", next="choose fewer pages, or end other programs",
+        )  # fmt: skip
+
+
+def _counts(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def weight_of(linears: Mapping[str, torch.nn.Module], dtype: torch.dtype | None) -> torch.Tensor:
@@ -103,16 +124,32 @@ def check_rows(adapters: Sequence[str | None], rows: int) -> None:
 
 def check_step(adapters: Sequence[str | None], tokens: Sequence[int]) -> None:
     """Refuse a step that has not one adapter id and a number of tokens per sequence (SC703)."""
-    if len(tokens) != len(adapters) or any(count < 1 for count in tokens):
+    if len(tokens) != len(adapters) or not all(_counts(count, 1) for count in tokens):
         fail(Code.SC703, where="adapters", found=f"{len(adapters)} adapter ids for sequences of {list(tokens)} tokens",
              expected="one id per sequence, of at least one token",
              next="pass None for sequences of the base alone")  # fmt: skip
 
 
+def check_source(name: str, source: object) -> None:
+    """Refuse what is no artifact and no path of one (SC703)."""
+    if not isinstance(source, Artifact | Path | str):
+        fail(Code.SC703, where=name, found=f"a {type(source).__name__}", expected="an artifact, or the path of one",
+             next="pass the folder that `scute compile` wrote")  # fmt: skip
+
+
+def check_guidance(adapters: Sequence[str | None], options: Mapping[str, object]) -> None:
+    """Refuse guidance beside adapters (SC703): it calls the model a second time, for other rows than the step has."""
+    scale = options.get("guidance_scale", getattr(options.get("generation_config"), "guidance_scale", None))
+    if scale not in (None, 1) and any(adapters):
+        fail(Code.SC703, where="guidance_scale", found=f"{scale!r:.40} in a batch with adapters",
+             expected="none: it calls the model a second time per token, for rows that the step doesn't have",
+             next="generate without guidance_scale")  # fmt: skip
+
+
 def check_turn(*, removed: bool, running: bool) -> None:
     """Refuse a step after the model was given back, and one inside another (SC703)."""
     if removed:
-        fail(Code.SC703, where="a served model", found="a step after `remove`, which gave the model back",
+        fail(Code.SC703, where="a served model", found="a call after `remove`, which gave the model back",
              expected="a model whose layers are served", next="wrap the model again")  # fmt: skip
     if running:
         fail(

@@ -24,8 +24,11 @@ from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
 from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_min.resident_pool import ResidentPool
 from scute_compile.runtime_min.served_checks import (
+    allocating,
+    check_guidance,
     check_rows,
     check_sizes,
+    check_source,
     check_step,
     check_tokens,
     check_turn,
@@ -88,31 +91,24 @@ class ServedModel:
         linears = {name: layer for name, layer in linear_layers(model).items() if layer is not heads}
         self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
         check_unwrapped(model)
-        check_sizes(max_tokens=max_tokens, max_rows=max_rows)
+        check_sizes(1, max_tokens=max_tokens, max_rows=max_rows, num_pages=num_pages, slots=slots)
+        check_sizes(0, max_rank=max_rank, shared_pages=shared_pages)
         weight = weight_of(linears, dtype)
-        self.pool = ResidentPool(
-            [site for name, layer in linears.items() for site in _sites(name, layer, meeting.get(name))],
-            num_pages=num_pages, slots=slots,
-            dtype=weight.dtype if dtype is None else dtype, device=weight.device, shared_pages=shared_pages,
-            convert=convert, tp=tp, rank=rank,
-        )  # fmt: skip
+        with allocating(num_pages, shared_pages):
+            self.pool = ResidentPool(
+                [site for name, layer in linears.items() for site in _sites(name, layer, meeting.get(name))],
+                num_pages=num_pages, slots=slots, dtype=weight.dtype if dtype is None else dtype, device=weight.device,
+                shared_pages=shared_pages, convert=convert, tp=tp, rank=rank,
+            )  # fmt: skip
         memory = self.pool.memory
-        self._step = StepState(
-            pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared,
-            buffer=memory.page_map,
-        )  # fmt: skip
-        sizes = StepSizes(
-            max_tokens=max(max_tokens, max_rows), max_rows=max_rows, max_rank=max_rank, slots=slots, fixed=fixed,
-            shares=1 if exchanges is None else tp,
-        )  # fmt: skip
+        self._step = StepState(pages=memory.pages, page_map=memory.page_map, directory=memory.directory,
+                               shared=memory.shared, buffer=memory.page_map)  # fmt: skip
+        sizes = StepSizes(max_tokens=max(max_tokens, max_rows), max_rows=max_rows, max_rank=max_rank, slots=slots,
+                          fixed=fixed, shares=1 if exchanges is None else tp)  # fmt: skip
         self._writer = StepWriter(self.pool, self._step, sizes)
-        self._layers: list[ServedLinear] = []
-        first = 0
-        for name, layer in linears.items():
-            served = ServedLinear(layer, first, name, self._step, meeting.get(name))
-            first = served.sites.stop
-            self._layers.append(served)
-            _put(model, name, served)
+        self._layers = _served(linears, self._step, meeting)
+        for layer in self._layers:
+            _put(model, layer.name, layer)
         self._loaded: dict[str, LoadedFacts] = {}
         self._call: Callable[..., Any] = model
         self._removed = self._running = False
@@ -145,6 +141,7 @@ class ServedModel:
                 SC805 (larger than the pool), SC806 (the name is taken), and an artifact's own faults (SC6xx).
                 The adapters that are loaded serve on.
         """
+        check_turn(removed=self._removed, running=False)
         check_new(name, self.pool.images)
         image = self._read(name, source)
         self._make_room(name, image)
@@ -153,6 +150,7 @@ class ServedModel:
 
     def replace(self, name: str, source: Artifact | Path | str) -> None:
         """Put another artifact in an adapter's place. Raises SC802, and as `load`; the old one then serves on."""
+        check_turn(removed=self._removed, running=False)
         check_known([name], self._loaded)
         image = self._read(name, source)
         self._make_room(name, image)
@@ -207,6 +205,7 @@ class ServedModel:
 
         check_rows(adapters, shape_of(input_ids, None)[0])
         check_tokens(input_ids, self.model)
+        check_guidance(adapters, options)
         with torch.no_grad(), self._leased(adapters):
             model.prepare_inputs_for_generation = prepare
             try:
@@ -293,6 +292,7 @@ class ServedModel:
         self._writer.fit((self._loaded | {name: LoadedFacts.of(image)}).values())
 
     def _read(self, name: str, source: Artifact | Path | str) -> AdapterImage:
+        check_source(name, source)
         artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
         recorded = artifact.manifest.base
         if self.base_structure is not None and recorded.structure != self.base_structure:
@@ -305,6 +305,17 @@ class ServedModel:
             artifact, named_as_in(artifact, self.pool.sites), self.pool.dtype, name=name, factors=self._factors,
             tp=self._tp, rank=self._rank, sharding=self._sharding, convert=self._convert, pin=self.pool.memory.pin,
         )  # fmt: skip
+
+
+def _served(
+    linears: Mapping[str, torch.nn.Module], step: StepState, exchanges: Mapping[str, TermExchange]
+) -> list[ServedLinear]:
+    """Return what stands in the layers' places, each at the indices that follow those of the one before."""
+    layers: list[ServedLinear] = []
+    for name, layer in linears.items():
+        first = layers[-1].sites.stop if layers else 0
+        layers.append(ServedLinear(layer, first, name, step, exchanges.get(name)))
+    return layers
 
 
 def _put(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:

@@ -30,10 +30,10 @@ def model(made: dict[str, Compiled]) -> ServedModel:
     return loaded
 
 
-def refused(act: Callable[[], object], says: str) -> None:
+def refused(act: Callable[[], object], says: str, *, code: str = "SC703") -> None:
     with pytest.raises(ScuteError, match=says) as error:
         act()
-    assert error.value.diagnostics[0].code.name == "SC703"
+    assert error.value.diagnostics[0].code.name == code
 
 
 def holds_nothing(model: ServedModel, before: torch.Tensor) -> None:
@@ -141,11 +141,13 @@ def test_adapters_come_and_go_while_a_call_runs_and_its_rows_stay(
     assert model.adapters == ("oft",)
 
 
-def test_a_model_that_was_given_back_serves_no_more(model: ServedModel) -> None:
+def test_a_model_that_was_given_back_serves_no_more(model: ServedModel, made: dict[str, Compiled]) -> None:
     """Its rows would all be the base's, without a word."""
     model.remove()
     refused(lambda: logits_of(model, ids_of(1, 3), ["lora"]), "after `remove`")
     refused(lambda: model.step(["lora"], [3]).__enter__(), "after `remove`")
+    refused(lambda: model.load("later", made["lora"].artifact), "after `remove`")
+    refused(lambda: model.replace("lora", made["lora"].artifact), "after `remove`")
     model.remove()
 
 
@@ -174,10 +176,43 @@ def test_a_model_is_wrapped_once(made: dict[str, Compiled]) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"slots": 0}, {"num_pages": 0}, {"max_tokens": 0}, {"max_rows": -1}, {"tp": 0}, {"rank": 1}]
-)
-def test_sizes_that_serve_nothing_are_refused(sizes: dict[str, int], made: dict[str, Compiled]) -> None:
+    "sizes",
+    [
+        {"slots": 0}, {"num_pages": 0}, {"max_tokens": 0}, {"max_rows": -1}, {"tp": 0}, {"rank": 1},
+        {"num_pages": 8.5}, {"num_pages": "8"}, {"slots": None}, {"slots": True},
+    ],
+)  # fmt: skip
+def test_sizes_that_serve_nothing_are_refused(sizes: dict[str, Any], made: dict[str, Compiled]) -> None:
     refused(lambda: served("llama", made["lora"].base, **sizes), "at least 1")
+
+
+@pytest.mark.parametrize("sizes", [{"max_rank": -1}, {"shared_pages": "16"}])
+def test_sizes_that_may_be_none_are_refused_below_it(sizes: dict[str, Any], made: dict[str, Compiled]) -> None:
+    refused(lambda: served("llama", made["lora"].base, **sizes), "at least 0")
+
+
+@pytest.mark.parametrize("sizes", [{"num_pages": 10**12}, {"shared_pages": 10**13}])
+def test_a_pool_that_no_memory_holds_is_refused(sizes: dict[str, int], made: dict[str, Compiled]) -> None:
+    refused(lambda: served("llama", made["lora"].base, **sizes), "fewer pages", code="SC814")
+
+
+@pytest.mark.parametrize("counts", [[2.0, 3], ["2", 3], [None, 3], [True, 3]])
+def test_steps_of_no_number_of_tokens_are_refused(counts: list[Any], model: ServedModel) -> None:
+    refused(lambda: model.step(["lora", "oft"], counts).__enter__(), "at least one token")
+
+
+@pytest.mark.parametrize("source", [None, 7, b"store"])
+def test_what_is_no_artifact_is_refused(source: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
+    refused(lambda: model.load("new", source), "scute compile")
+    assert "new" not in model.adapters
+
+
+def test_guidance_beside_adapters_is_refused_by_its_name(model: ServedModel) -> None:
+    ids = ids_of(2, 4)
+    refused(
+        lambda: model.generate(ids, adapters=["lora", None], guidance_scale=2.0, max_new_tokens=2), "guidance_scale"
+    )
+    assert model.generate(ids, adapters=["lora", None], guidance_scale=1, max_new_tokens=2).shape == (2, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

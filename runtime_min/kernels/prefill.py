@@ -184,10 +184,7 @@ def prefill_shrink_kernel(
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_R_S: tl.constexpr, BLOCK_K: tl.constexpr,
     VALUES: tl.constexpr, HAS_SHARED: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.shrink`. Grid: tiles of tokens, slices, and ranks in turn.
-
-    `SHARES` as for the decode shrink.
-    """
+    """See `scute_compile.runtime_min.reference.shrink`; `SHARES` as in decode. Grid: tiles of tokens, slices, ranks."""
     tile, which = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tile_ptr + tile * 4)
     first, count = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 2)
