@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 
 from scute_compile.cuts import cut_term, shares
 from scute_compile.diagnostics import ScuteError
-from scute_compile.formats.artifact import open_artifact
+from scute_compile.expressions import width
+from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.model import Split
 from scute_compile.runtime_min.image_reading import read_adapter
+from scute_compile.runtime_min.rank_group import RankGroup
+from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_min.served_model import ServedModel
+from scute_compile.runtime_min.term_exchange import TermExchange
 from scute_compile.target import LoraSharding
 from tests.artifacts import Written, write_artifact
 from tests.bases import load_base
@@ -160,3 +164,39 @@ def test_pools_serve_what_has_no_terms(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("ia3", "llama")
     artifact = open_artifact(compiled(adapter, base, tmp_path / "store", "--tp", 2, "--lora-sharding", "full"))
     assert read_adapter(artifact, sites_of(artifact), torch.float32, tp=2, convert=True).payload > 0
+
+
+def slots_of(artifact: Artifact, rank: int) -> list[SiteSlot]:
+    """The layers as a rank's pool sees them: a row-parallel one in parts."""
+    found = []
+    for record in artifact.manifest.sites:
+        inputs, outputs = width(record.inputs[rank]), width(record.outputs[rank])
+        own = next((term.columns[rank] for term in record.terms if term.columns is not None), None)
+        for part in TermExchange(ranks=RankGroup(), part=own).parts(outputs):
+            shape = outputs if part is None else part[1] - part[0]
+            found.append(
+                SiteSlot(name=record.name, in_features=inputs, out_features=shape, gemm=record.gemm, part=part)
+            )
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["lora", "vera"])
+def test_ranks_hold_nothing_twice(recipe: str, pair: Pair, tmp_path: Path) -> None:
+    """All ranks' images together are as large as the factors that the sites use, once."""
+    adapter, base = pair(recipe, "llama")
+    options = ("--tp", 2, "--dtype", "float32", "--lora-sharding", "full")
+    artifact = open_artifact(compiled(adapter, base, tmp_path / "store", *options))
+    images = [
+        read_adapter(artifact, slots_of(artifact, rank), torch.float32, tp=2, rank=rank, sharding=LoraSharding.FULL)
+        for rank in range(2)
+    ]
+    own, shared = (sum(image.payload for image in images), sum(f.payload for image in images for f in image.factors))
+    terms = [(site, term) for site in artifact.manifest.sites for term in site.terms]
+    if recipe == "lora":
+        assert (own, shared) == (sum(4 * term.rank * (site.in_features + site.out_features) for site, term in terms), 0)
+        return
+    windows = {(term.rank, site.in_features, site.out_features) for site, term in terms}  # sites alike share theirs
+    assert shared == sum(4 * rank * (inputs + outputs) for rank, inputs, outputs in windows)
+    # of the vectors, d of row-parallel sites is on every rank
+    copies = {Split.COLUMN: 1, Split.ROW: 2}
+    assert own == sum(4 * (site.out_features + term.rank * copies[site.split]) for site, term in terms)
