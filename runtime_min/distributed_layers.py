@@ -23,7 +23,7 @@ from scute_compile.rooting import Unrooted, reroot
 from scute_compile.runtime_min.rank_cut import cut_layers, put_layers
 from scute_compile.runtime_min.rank_group import RankGroup, Traffic
 from scute_compile.runtime_min.rank_linear import RankLinear, RankStep
-from scute_compile.runtime_min.site_slots import load_rank_sites
+from scute_compile.runtime_min.site_slots import RankSite, load_rank_sites
 
 
 class RankModel:
@@ -70,8 +70,17 @@ class RankModel:
 
         Raises:
             ScuteError: SC806 (the name is taken), SC801 (another number of ranks), SC402 (sites that aren't layers of
-                this model, or are cut otherwise), and an artifact's own faults (SC6xx).
+                this model, or are cut otherwise), SC815 (another rank refused it), and an artifact's own faults
+                (SC6xx).
         """
+        with self.ranks.together(name, self._device):
+            found, held = self._read(name, source)
+        for site, slots in held.items():
+            self.layers[found[site]].sites[name] = slots
+        self._loaded.add(name)
+
+    def _read(self, name: str, source: Artifact | Path | str) -> tuple[Mapping[str, str], Mapping[str, RankSite]]:
+        """Return the layer of each site, and what this rank holds of it."""
         artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
         if name in self._loaded:
             fail(Code.SC806, where=name, found="an adapter of that name", expected="a new name",
@@ -83,9 +92,7 @@ class RankModel:
         found = _layers_of(artifact, self.layers)
         for site, layer in found.items():
             _check_cut(artifact.sites[site], self.layers[layer], name)
-        for site, held in load_rank_sites(artifact, self.ranks.rank, self._factors, self._device).items():
-            self.layers[found[site]].sites[name] = held
-        self._loaded.add(name)
+        return found, load_rank_sites(artifact, self.ranks.rank, self._factors, self._device)
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Raises SC802 when it isn't loaded."""

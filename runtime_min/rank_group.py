@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 import torch.distributed as dist
+
+from scute_compile.codes import Code
+from scute_compile.diagnostics import fail
 
 # the newer name of one function; torch before 2.12 has the older one alone
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,6 +64,34 @@ class RankGroup:
         self.size = dist.get_world_size(group) if there else 1
         self.rank = dist.get_rank(group) if there else 0
         self.traffic = Traffic()
+
+    @contextmanager
+    def together(self, name: str, device: torch.device) -> Iterator[None]:
+        """Let all ranks do what may fail on some of them; where one raises, all do.
+
+        Args:
+            name: What it is done to.
+            device: One that the group's backend sends from.
+
+        Raises:
+            ScuteError: SC815 on ranks where nothing failed.
+        """
+        try:
+            yield
+        except BaseException:
+            self._failed(device, failed=True)
+            raise
+        if others := self._failed(device, failed=False):
+            fail(
+                Code.SC815, where=name, found=f"{len(others)} of {self.size} ranks that refused it: {others}",
+                expected="an adapter that every rank loads",
+                next=f"see what rank {others[0]} says, and load the adapter on all ranks again",
+            )  # fmt: skip
+
+    def _failed(self, device: torch.device, *, failed: bool) -> list[int]:
+        """Return the ranks that say they failed."""
+        said = self.gather(torch.tensor([failed], dtype=torch.int32, device=device), Purpose.LOADING)
+        return said.flatten().nonzero().flatten().tolist()
 
     def add_up(self, part: torch.Tensor, purpose: Purpose) -> torch.Tensor:
         """Return the sum of all ranks' parts, the same on every rank, in the dtype of `part`; may overwrite `part`."""

@@ -6,7 +6,7 @@ The model is wrapped in place. On a GPU the layers run the kernels; on a CPU the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.runtime_min.adapted_model import linear_layers
-from scute_compile.runtime_min.admission import check_known, check_new
+from scute_compile.runtime_min.admission import check_known, check_new, check_size
 from scute_compile.runtime_min.image import AdapterImage, FactorImage
 from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
 from scute_compile.runtime_min.record import SiteSlot
@@ -45,6 +45,10 @@ Rows = Sequence[str | None]
 """The adapter of each row of a batch; None for the base alone."""
 
 
+def _alone(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class ServedModel:
     """Serves many adapters on one model.
 
@@ -57,6 +61,7 @@ class ServedModel:
         max_tokens: int = 4096, max_rows: int = 64, max_rank: int = 0, base_structure: str | None = None,
         convert: bool = False, fixed: bool = False, shared_pages: int = 16384, tp: int = 1, rank: int = 0,
         exchanges: Mapping[str, TermExchange] | None = None,
+        loading: Callable[[str], AbstractContextManager[None]] = _alone,
     ) -> None:  # fmt: skip
         """Wrap a model and make an empty pool.
 
@@ -77,6 +82,7 @@ class ServedModel:
             rank: Which of them this is.
             exchanges: How these ranks complete the intermediates of fully sharded terms, by the path of a layer; None:
                 terms are cut along one side, and ranks exchange none.
+            loading: What an adapter's name is loaded in: it may raise, so that no rank loads what another refuses.
 
         Raises:
             ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices or are
@@ -84,7 +90,7 @@ class ServedModel:
         """
         self.model = model
         self.base_structure = base_structure
-        self._convert, self._tp, self._rank = convert, tp, rank
+        self._convert, self._tp, self._rank, self._loading = convert, tp, rank, loading
         self._sharding = LoraSharding.DEFAULT if exchanges is None else LoraSharding.FULL
         meeting = exchanges or {}
         heads = getattr(model, "get_output_embeddings", lambda: None)()
@@ -138,22 +144,24 @@ class ServedModel:
 
         Raises:
             ScuteError: SC801 (another tp or dtype), SC608 or SC402 (another base), SC803 (terms that aren't served),
-                SC805 (larger than the pool), SC806 (the name is taken), and an artifact's own faults (SC6xx).
-                The adapters that are loaded serve on.
+                SC805 (larger than the pool), SC806 (the name is taken), SC815 (another rank refused it), and an
+                artifact's own faults (SC6xx). The adapters that are loaded serve on.
         """
-        check_turn(removed=self._removed, running=False)
-        check_new(name, self.pool.images)
-        image = self._read(name, source)
-        self._make_room(name, image)
+        with self._loading(name):
+            check_turn(removed=self._removed, running=False)
+            check_new(name, self.pool.images)
+            image = self._read(name, source)
+            self._make_room(name, image)
         self.pool.add(name, image)
         self._loaded[name] = LoadedFacts.of(image)
 
     def replace(self, name: str, source: Artifact | Path | str) -> None:
         """Put another artifact in an adapter's place. Raises SC802, and as `load`; the old one then serves on."""
-        check_turn(removed=self._removed, running=False)
-        check_known([name], self._loaded)
-        image = self._read(name, source)
-        self._make_room(name, image)
+        with self._loading(name):
+            check_turn(removed=self._removed, running=False)
+            check_known([name], self._loaded)
+            image = self._read(name, source)
+            self._make_room(name, image)
         self.pool.replace(name, image)
         self._loaded[name] = LoadedFacts.of(image)
 
@@ -301,10 +309,12 @@ class ServedModel:
                 expected=f"{self.base_structure[:12]}, of the model that is served",
                 next="serve the base that it was compiled for, or compile the adapter for this one",
             )  # fmt: skip
-        return read_adapter(
+        image = read_adapter(
             artifact, named_as_in(artifact, self.pool.sites), self.pool.dtype, name=name, factors=self._factors,
             tp=self._tp, rank=self._rank, sharding=self._sharding, convert=self._convert, pin=self.pool.memory.pin,
         )  # fmt: skip
+        check_size(image, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))
+        return image
 
 
 def _served(

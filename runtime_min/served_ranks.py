@@ -7,6 +7,7 @@ intermediates between the kernels, one transfer per layer for the whole batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,13 +34,14 @@ def serve_rank(
 ) -> tuple[ServedModel, RankGroup]:
     """Cut a model for this rank, in place and for good, and serve adapters on it; all ranks make the same calls.
 
+    An adapter is loaded on all ranks or on none: where one refuses it, the others do as well (SC815).
     Row-parallel layers round each rank's partial sums to the model's dtype and add them up in it, as engines do.
 
     Args:
         model: A transformers model, the same on every rank.
         group: The ranks' process group; None: the default one, or none for one rank.
         lora_sharding: How the artifacts divide low-rank terms among ranks; a pool holds one layout.
-        options: What `ServedModel` takes, without `tp`, `rank` and `exchanges`.
+        options: What `ServedModel` takes, without `tp`, `rank`, `exchanges` and `loading`.
 
     Raises:
         ScuteError: SC501 when a layer doesn't divide over the ranks, or has fewer outputs than there are; what
@@ -50,7 +52,10 @@ def serve_rank(
     put_layers(model, cuts, {name: _plain(layer) for name, layer in cuts.items()})
     full = lora_sharding is LoraSharding.FULL and ranks.size > 1
     exchanges = _exchanges(cuts, ranks) if full else None
-    served = ServedModel(model, tp=ranks.size, rank=ranks.rank, exchanges=exchanges, **options)
+    together = partial(ranks.together, device=next(model.parameters()).device)
+    served = ServedModel(
+        model, tp=ranks.size, rank=ranks.rank, exchanges=exchanges, loading=together, **options
+    )  # fmt: skip
     for name, layer in served.layers.items():
         if name in cuts:
             _join(layer, cuts[name].cut, ranks)

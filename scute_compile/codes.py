@@ -236,6 +236,11 @@ class Code(Enum):
         "the device's memory is too small",
         "The base, its adapters and the batch don't fit on the device together.",
     )
+    SC815 = (
+        "another rank refused the adapter",
+        "An adapter is loaded on all ranks of a model or on none: a step with it would wait for the missing one for "
+        "ever.",
+    )
 
     @property
     def title(self) -> str:

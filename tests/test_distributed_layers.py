@@ -16,6 +16,7 @@ from scute_compile.runtime_min.distributed_layers import RankModel
 from scute_compile.runtime_min.load_time_norms import shard_scale
 from scute_compile.runtime_min.rank_cut import structure_of
 from scute_compile.runtime_min.rank_group import Purpose, RankGroup
+from scute_compile.runtime_min.served_model import ServedModel
 from scute_compile.runtime_min.served_ranks import serve_rank
 from scute_compile.runtime_min.site_slots import take
 from scute_compile.runtime_min.verification import load_model
@@ -126,6 +127,44 @@ def test_pools_of_several_ranks_serve_both_layouts(
         chosen = Compiled(adapter=pair(recipe, base)[0], base=where, artifact=stores[layout] / recipe)
         theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
         assert relative_error(ranks[0]["out"][row], theirs, plain[row]) < FLOAT32, recipe
+
+
+def half_loaded(base: Path, stores: Sequence[Path], ids: torch.Tensor, layout: str, kind: str) -> Answer:
+    """Each rank loads from a store of its own, of which one is damaged; then both serve what they have."""
+    ranks = RankGroup()
+    model: ServedModel | RankModel
+    if kind == "pool":
+        model, _ = serve_rank(
+            load_model(base), slots=2, num_pages=1024, shared_pages=256, max_tokens=64,
+            lora_sharding=LoraSharding(layout),
+        )  # fmt: skip
+    else:
+        model = RankModel(load_model(base))
+    said = ""
+    try:
+        model.load("lora", stores[ranks.rank])
+    except ScuteError as error:
+        said = f"{error.diagnostics[0].code.name} {error}"
+    model.load("lora", stores[0])
+    rows = ["lora", None]
+    out = model(ids, adapters=rows) if isinstance(model, ServedModel) else model(input_ids=ids, adapter_ids=rows)
+    return {"out": out.logits, "said": torch.tensor(list(said.encode()), dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("pool", "default"), ("pool", "full"), ("model", "full")])
+def test_what_one_rank_refuses_no_rank_loads(kind: str, layout: str, pair: Pair, tmp_path: Path) -> None:
+    """The others would wait in the next step for ever."""
+    adapter, where = pair("lora", "llama")
+    options = ("--tp", 2, "--dtype", "float32", "--lora-sharding", layout)
+    good, bad = (compiled(adapter, where, tmp_path / name, *options) for name in ("good", "bad"))
+    (bad / "rank-00001-of-00002.safetensors").write_bytes(b"")
+    ranks = on_ranks(2, half_loaded, where, (good, bad), ids_of(2, 4), layout, kind)
+    said = [bytes(rank["said"].tolist()).decode() for rank in ranks]
+    assert said[0].startswith("SC815")
+    assert "see what rank 1 says" in said[0]
+    assert said[1].startswith("SC6")
+    assert torch.equal(ranks[0]["out"], ranks[1]["out"])
+    assert not torch.equal(ranks[0]["out"][0], ranks[0]["out"][1])
 
 
 def attention_traffic(base: Path, artifact: Path, ids: torch.Tensor) -> Answer:
