@@ -52,12 +52,13 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
     from scute_compile.runtime_min import launch
     from tests.kernel_checks import spread_booleans
 
-    served, _ = serve_rank(
+    served, ranks = serve_rank(
         load_model(base), slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=64,
         lora_sharding=LoraSharding.FULL, **options,
     )  # fmt: skip
     for recipe in recipes:
         served.load(recipe, store / recipe)
+    served.pool.ensure(recipes[::-1] if ranks.rank else recipes)  # slots differ, as in the test of the reference
     torch.use_deterministic_algorithms(mode=True)
     with (
         spread_booleans(),

@@ -103,6 +103,8 @@ def served_answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.T
     )  # fmt: skip
     for recipe in recipes:
         served.load(recipe, store / recipe)
+    # slots differ from rank to rank, as they do after evictions where one rank holds more than another
+    served.pool.ensure(recipes[::-1] if ranks.rank else recipes)
     out = served(ids, adapters=[*recipes, None])
     return {"out": torch.log_softmax(out.logits, -1), "sent": torch.tensor(ranks.traffic.sent[Purpose.ADAPTERS])}
 
