@@ -19,6 +19,7 @@ from scute_compile.diagnostics import fail
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.runtime_min.adapted_model import linear_layers
 from scute_compile.runtime_min.admission import check_known, check_new
+from scute_compile.runtime_min.divided_terms import check_met
 from scute_compile.runtime_min.image import AdapterImage, FactorImage
 from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
 from scute_compile.runtime_min.record import SiteSlot
@@ -301,8 +302,12 @@ class ServedModel:
                 expected=f"{self.base_structure[:12]}, of the model that is served",
                 next="serve the base that it was compiled for, or compile the adapter for this one",
             )  # fmt: skip
+        sites = named_as_in(artifact, self.pool.sites)
+        if self._sharding is artifact.manifest.lora_sharding is LoraSharding.FULL:
+            met = {sites[layer.site].name: layer.exchange for layer in self._layers}
+            check_met(name, artifact.manifest, self._rank, met)
         return read_adapter(
-            artifact, named_as_in(artifact, self.pool.sites), self.pool.dtype, name=name, factors=self._factors,
+            artifact, sites, self.pool.dtype, name=name, factors=self._factors,
             tp=self._tp, rank=self._rank, sharding=self._sharding, convert=self._convert, pin=self.pool.memory.pin,
         )  # fmt: skip
 
