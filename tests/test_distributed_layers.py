@@ -112,7 +112,13 @@ def served_answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.T
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("base", "tp", "recipes"),
-    [("qwen2", 2, EVERY), ("gpt2", 2, CONV1D), ("llama-nine", 3, EVERY), ("phi3", 2, EVERY[1:])],
+    [
+        ("qwen2", 2, EVERY),
+        ("gpt2", 2, CONV1D),
+        ("llama-nine", 3, EVERY),
+        ("phi3", 2, EVERY[1:]),
+        ("llama", 4, ("lora",)),  # alone: of a row-parallel layer it touches what a rank expands to, and no more
+    ],
 )
 def test_pools_of_several_ranks_serve_both_layouts(
     base: str, tp: int, recipes: tuple[str, ...], layout: str, pair: Pair, tmp_path: Path
