@@ -6,18 +6,18 @@ Ranks that hold fewer rows than others hold rows of zeros as well, so that all s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
-from scute_compile.formats.manifest import SiteRecord, TermRecord
+from scute_compile.formats.manifest import Manifest, SiteRecord, TermRecord
 from scute_compile.runtime_min.image import SiteContent
 from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_min.reference import SiteSlots, TermSlots
-from scute_compile.runtime_min.term_exchange import row_order, share_order, take_rows
+from scute_compile.runtime_min.term_exchange import TermExchange, row_order, share_order, take_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,41 @@ class PairRows:
     def d_of(self, d_R: torch.Tensor) -> torch.Tensor:
         """Return d with zeros beside A's rows of zeros, which follow the others."""
         return torch.nn.functional.pad(d_R, (0, len(self.a.order) - len(d_R)))
+
+
+def check_met(name: str, manifest: Manifest, rank: int, exchanges: Mapping[str, TermExchange | None]) -> None:
+    """Refuse terms that the ranks wouldn't complete as they are divided, but serve in part.
+
+    Args:
+        name: The adapter's id.
+        manifest: Its artifact's.
+        rank: Whose part is read.
+        exchanges: What the ranks do, by the artifact's name of a layer.
+
+    Raises:
+        ScuteError: SC812.
+    """
+    for record in manifest.sites if manifest.tp > 1 else ():
+        exchange = exchanges.get(record.name)
+        whole = exchange is None
+        for term in record.terms:
+            part = None if term.columns is None else term.columns[rank]
+            if whole == (term.rows is None and part is None) and (exchange is None or exchange.part == part):
+                continue
+            fail(
+                Code.SC812,
+                where=f"{name}: {record.name}",
+                found="a term that is " + _division(term.rows is not None, part),
+                expected=_division(not whole, exchange.part if exchange else None)
+                + ", as the ranks of this runtime do",
+                next="let the ranks exchange at every layer that they share, as `serve_rank` does",
+            )
+
+
+def _division(divided: bool, part: tuple[int, int] | None) -> str:
+    if part is not None:
+        return f"divided by outputs, {part[0]} to {part[1]} here"
+    return "divided by rank" if divided else "whole on every rank"
 
 
 def own_term(a: torch.Tensor, b: torch.Tensor, term: TermRecord, rank: int) -> TermSlots:

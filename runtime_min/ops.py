@@ -82,7 +82,7 @@ def adapted_output(
     y = multiply(x, biased=True)
     row_slot = step.region("row_slot")[: len(x)]
     held: list[tuple[torch.Tensor, slice, SiteSlots]] = []
-    for slot in sorted(set(row_slot.tolist()) - {-1}):
+    for slot in dict.fromkeys(row_slot[row_slot >= 0].tolist()):  # rows stand alike on all ranks, slots may not
         rows = (row_slot == slot).nonzero().flatten()
         start = 0
         for site, width in enumerate(gemm.widths, gemm.first_site):

@@ -11,6 +11,7 @@ import torch
 from scute_compile.codes import Code
 from scute_compile.diagnostics import fail
 from scute_compile.formats.artifact import Artifact
+from scute_compile.formats.manifest import BaseIdentity
 from scute_compile.runtime_min.served_layer import ServedLinear
 
 
@@ -135,6 +136,16 @@ def check_source(name: str, source: object) -> None:
     if not isinstance(source, Artifact | Path | str):
         fail(Code.SC703, where=name, found=f"a {type(source).__name__}", expected="an artifact, or the path of one",
              next="pass the folder that `scute compile` wrote")  # fmt: skip
+
+
+def check_structure(name: str, recorded: BaseIdentity, served: str | None) -> None:
+    """Refuse an artifact for a base of another structure than the one that is served, where that is known (SC608)."""
+    if served is not None and recorded.structure != served:
+        fail(
+            Code.SC608, where=name, found=f"structure hash {recorded.structure[:12]}, of a {recorded.model_type}",
+            expected=f"{served[:12]}, of the model that is served",
+            next="serve the base that it was compiled for, or compile the adapter for this one",
+        )  # fmt: skip
 
 
 def check_guidance(adapters: Sequence[str | None], options: Mapping[str, object]) -> None:

@@ -14,11 +14,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import fail
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.runtime_min.adapted_model import linear_layers
 from scute_compile.runtime_min.admission import check_known, check_new, check_size
+from scute_compile.runtime_min.divided_terms import check_met
 from scute_compile.runtime_min.image import AdapterImage, FactorImage
 from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
 from scute_compile.runtime_min.record import SiteSlot
@@ -30,6 +29,7 @@ from scute_compile.runtime_min.served_checks import (
     check_sizes,
     check_source,
     check_step,
+    check_structure,
     check_tokens,
     check_turn,
     check_unwrapped,
@@ -302,15 +302,14 @@ class ServedModel:
     def _read(self, name: str, source: Artifact | Path | str) -> AdapterImage:
         check_source(name, source)
         artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
-        recorded = artifact.manifest.base
-        if self.base_structure is not None and recorded.structure != self.base_structure:
-            fail(
-                Code.SC608, where=name, found=f"structure hash {recorded.structure[:12]}, of a {recorded.model_type}",
-                expected=f"{self.base_structure[:12]}, of the model that is served",
-                next="serve the base that it was compiled for, or compile the adapter for this one",
-            )  # fmt: skip
+        manifest = artifact.manifest
+        check_structure(name, manifest.base, self.base_structure)
+        sites = named_as_in(artifact, self.pool.sites)
+        if self._sharding is manifest.lora_sharding is LoraSharding.FULL and manifest.tp == self._tp:
+            met = {sites[layer.site].name: layer.exchange for layer in self._layers}
+            check_met(name, manifest, self._rank, met)
         image = read_adapter(
-            artifact, named_as_in(artifact, self.pool.sites), self.pool.dtype, name=name, factors=self._factors,
+            artifact, sites, self.pool.dtype, name=name, factors=self._factors,
             tp=self._tp, rank=self._rank, sharding=self._sharding, convert=self._convert, pin=self.pool.memory.pin,
         )  # fmt: skip
         check_size(image, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))

@@ -44,13 +44,14 @@ def serve_rank(
         options: What `ServedModel` takes, without `tp`, `rank`, `exchanges` and `loading`.
 
     Raises:
-        ScuteError: SC501 when a layer doesn't divide over the ranks, or has fewer outputs than there are; what
-            `ServedModel` raises.
+        ScuteError: SC501 when a layer doesn't divide over the ranks, or has fewer outputs than there are; SC703 for a
+            layout that there isn't; what `ServedModel` raises.
     """
+    layout = _layout(lora_sharding)
     ranks = RankGroup(group)
     cuts = cut_layers(model, ranks.rank, ranks.size)
     put_layers(model, cuts, {name: _plain(layer) for name, layer in cuts.items()})
-    full = lora_sharding is LoraSharding.FULL and ranks.size > 1
+    full = layout is LoraSharding.FULL and ranks.size > 1
     exchanges = _exchanges(cuts, ranks) if full else None
     together = partial(ranks.together, device=next(model.parameters()).device)
     served = ServedModel(
@@ -60,6 +61,18 @@ def serve_rank(
         if name in cuts:
             _join(layer, cuts[name].cut, ranks)
     return served, ranks
+
+
+def _layout(given: str) -> LoraSharding:
+    """Return a layout, also by its name; any other value would serve the default one without a word.
+
+    >>> _layout("full") is LoraSharding.FULL
+    True
+    """
+    if given not in list(LoraSharding):
+        names = " or ".join(LoraSharding)
+        fail(Code.SC703, where="lora_sharding", found=repr(given), expected=names, next="pass one of these")
+    return LoraSharding(given)
 
 
 def _exchanges(cuts: Mapping[str, CutLayer], ranks: RankGroup) -> dict[str, TermExchange]:

@@ -126,7 +126,7 @@ def plan_step(
     for row, slot in enumerate(rows):
         by_slot.setdefault(slot, []).append(row)
     base_rows = by_slot.pop(-1, [])
-    segments = [*sorted(by_slot.items()), (-1, base_rows)]
+    segments = [*by_slot.items(), (-1, base_rows)]  # in the order of rows: slots may differ from rank to rank
     turned = [row for row, slot in enumerate(rows) if slot >= 0 and facts[slot].rotated]
     form, ranks = _prefill(segments, facts, len(rows)) if capacity.prefill else _decode(segments, facts, rows)
     regions: dict[str, Sequence[int]] = {
@@ -221,7 +221,7 @@ def _shared(rows: Sequence[int], facts: Mapping[int, SlotFacts]) -> dict[str, li
     swork: list[int] = []
     block: list[int] = []
     listed: list[int] = []
-    for pair, members in sorted(by_pair.items()):
+    for pair, members in by_pair.items():
         rank = facts[rows[members[0]]].pair_rank
         for start in range(0, len(members), PAIR_TOKENS):
             part = (pair, len(listed) + start, min(PAIR_TOKENS, len(members) - start))

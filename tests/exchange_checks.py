@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 FLOAT32 = 5e-5
 """As in `tests/test_distributed_layers.py`."""
 WIDE = "lora-21"
+ROWS = "lora-on-rows"
 RECIPES = ("lora-patterns", "dora", WIDE, "vera")
 """Ranks that two and three ranks don't divide, and one above the wide tiles of the expand."""
 
@@ -52,12 +53,13 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
     from scute_compile.runtime_min import launch
     from tests.kernel_checks import spread_booleans
 
-    served, _ = serve_rank(
+    served, ranks = serve_rank(
         load_model(base), slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=64,
         lora_sharding=LoraSharding.FULL, **options,
     )  # fmt: skip
     for recipe in recipes:
         served.load(recipe, store / recipe)
+    served.pool.ensure(recipes[::-1] if ranks.rank else recipes)  # slots differ, as in the test of the reference
     torch.use_deterministic_algorithms(mode=True)
     with (
         spread_booleans(),
@@ -79,8 +81,11 @@ def store(pair: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> Call
     def make(base: str, tp: int) -> dict[str, Path]:
         where = pair("lora", base)[1]
         folders = {recipe: pair(recipe, base)[0] for recipe in RECIPES if recipe != WIDE}
-        folders[WIDE] = tmp_path / WIDE
-        write_config(lora(r=21)(BASES[base].sites), base, where, folders[WIDE])
+        sites = BASES[base].sites
+        folders |= {WIDE: tmp_path / WIDE, ROWS: tmp_path / ROWS}
+        write_config(lora(r=21)(sites), base, where, folders[WIDE])
+        # its rank is divided nowhere, and yet its rows have room in whole shares
+        write_config(lora(target_modules=[sites.attention_out, sites.down])(sites), base, where, folders[ROWS])
         for folder in folders.values():
             compiled(folder, where, tmp_path / "store", "--tp", tp, "--dtype", "float32", "--lora-sharding", "full")
         return folders
@@ -92,7 +97,7 @@ def store(pair: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> Call
     ("base", "tp", "recipes", "tokens", "options"),
     [
         ("qwen2", 2, ("lora-patterns", "vera"), 1, {"max_rows": 3, "fixed": True}),
-        ("llama-nine", 3, ("lora-patterns", WIDE, "vera"), 1, {"max_rows": 8}),
+        ("llama-nine", 3, (ROWS, "lora-patterns", WIDE, "vera"), 1, {"max_rows": 8}),
         ("llama-nine", 3, RECIPES, 2, {"max_rows": 8}),
     ],
     ids=["as for a graph", "decode", "prefill"],

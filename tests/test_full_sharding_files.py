@@ -17,10 +17,12 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.expressions import width
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.model import Split
+from scute_compile.runtime_min.divided_terms import check_met
 from scute_compile.runtime_min.image_reading import read_adapter
 from scute_compile.runtime_min.rank_group import RankGroup
 from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_min.served_model import ServedModel
+from scute_compile.runtime_min.served_ranks import serve_rank
 from scute_compile.runtime_min.term_exchange import TermExchange
 from scute_compile.target import LoraSharding
 from tests.artifacts import Written, write_artifact
@@ -157,6 +159,47 @@ def test_pools_refuse_what_they_would_serve_in_part(pair: Pair, tmp_path: Path) 
     assert "compile the adapter again with --lora-sharding full" in str(refused.value)
     with pytest.raises(ScuteError, match="SC801"):
         ServedModel(load_base("llama", base), slots=1, num_pages=512).load("one", artifact)
+
+
+@pytest.mark.parametrize(
+    ("site", "does"),
+    [
+        ("model.layers.0.self_attn.q_proj", None),
+        ("model.layers.0.self_attn.q_proj", TermExchange(ranks=RankGroup(), part=(0, 32))),
+        ("model.layers.0.mlp.down_proj", None),
+        ("model.layers.0.mlp.down_proj", TermExchange(ranks=RankGroup())),
+        ("model.layers.0.mlp.down_proj", TermExchange(ranks=RankGroup(), part=(0, 10))),
+    ],
+)
+def test_terms_that_ranks_would_complete_otherwise_are_refused(
+    site: str, does: TermExchange | None, pair: Pair, tmp_path: Path
+) -> None:
+    adapter, base = pair("lora", "llama")
+    manifest = open_artifact(compiled(adapter, base, tmp_path, "--tp", 2, "--lora-sharding", "full")).manifest
+    exchanges: dict[str, TermExchange | None] = {
+        record.name: TermExchange(ranks=RankGroup(), part=(32, 64) if record.split is Split.ROW else None)
+        for record in manifest.sites
+    }
+    check_met("one", manifest, 1, exchanges)
+    with pytest.raises(ScuteError, match="SC812") as refused:
+        check_met("one", manifest, 1, {**exchanges, site: does})
+    assert refused.value.diagnostics[0].where == f"one: {site}"
+
+
+def test_a_model_whose_layers_do_not_meet_takes_no_divided_terms(pair: Pair, tmp_path: Path) -> None:
+    adapter, base = pair("lora", "llama")
+    options = ("--tp", 2, "--lora-sharding", "full", "--dtype", "float32")
+    artifact = compiled(adapter, base, tmp_path, *options)
+    model = load_base("llama", base)
+    served = ServedModel(model, slots=1, num_pages=512, tp=2, exchanges={})
+    with pytest.raises(ScuteError, match="SC812"):
+        served.load("one", artifact)
+    other = compiled(adapter, base, tmp_path / "three", "--tp", 4, *options[2:])
+    with pytest.raises(ScuteError, match="SC801"):
+        served.load("one", other)
+    served.remove()
+    with pytest.raises(ScuteError, match="SC703"):
+        serve_rank(model, lora_sharding="half", slots=1, num_pages=512)  # type: ignore[arg-type] # as a user may
 
 
 def test_pools_serve_what_has_no_terms(pair: Pair, tmp_path: Path) -> None:

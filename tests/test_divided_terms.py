@@ -1,0 +1,49 @@
+"""Rows of fully sharded terms as pools hold them, and what a gather of the ranks' entries makes of them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scute_compile.cuts import shares
+from scute_compile.formats.manifest import TermRecord
+from scute_compile.runtime_min.divided_terms import own_term, shared_rows
+from scute_compile.runtime_min.term_exchange import take_rows
+from tests.test_adapted_model import drawn
+
+WHOLE = TermRecord(rank=7, a=None, b=None, d=False, e=False)
+
+
+def gathered(held: list[torch.Tensor]) -> torch.Tensor:
+    """Return whole intermediates `(T, R)` from the ranks' entries, as `TermExchange.complete` does."""
+    flat = torch.stack([part.reshape(-1) for part in held])
+    return flat.t().reshape(held[0].shape[0], -1)
+
+
+@given(st.integers(1, 40), st.integers(2, 5))
+def test_the_ranks_rows_make_the_whole_product_and_all_send_alike(rank: int, tp: int) -> None:
+    x, a, b, d = drawn(3, 8, seed=1), drawn(rank, 8, seed=2), drawn(rank, 6, seed=3), drawn(rank, seed=4)
+    term = WHOLE.model_copy(update={"rank": rank, "rows": shares(rank, tp)})
+    assert term.rows is not None
+    own = [own_term(a[start:stop], b, term, number) for number, (start, stop) in enumerate(term.rows)]
+    assert {len(part.a) for part in own} == {-(-rank // tp)}
+    assert (gathered([x @ part.a.T for part in own]) @ own[0].b - x @ a.T @ b).abs().max() < 1e-4
+    held = []
+    for number, (start, stop) in enumerate(term.rows):
+        rows = shared_rows(term, number)
+        assert rows is not None
+        held.append(x @ take_rows(a, rows.a.order).T * rows.d_of(d[start:stop]))
+        last = take_rows(b, rows.b.order)
+    assert (gathered(held) @ last - x @ a.T * d @ b).abs().max() < 1e-4
+
+
+def test_a_pair_has_one_rank_where_rows_are_divided_and_where_they_are_not() -> None:
+    row = shared_rows(WHOLE.model_copy(update={"columns": ((0, 2), (2, 4), (4, 6))}), 1)
+    column = shared_rows(WHOLE.model_copy(update={"rows": shares(7, 3)}), 1)
+    assert row is not None
+    assert column is not None
+    assert len(row.a.order) == len(row.b.order) == len(column.b.order) == 3 * len(column.a.order) == 9
+    # windows of one factor that coincide are one image only if their rows do
+    assert row.b.name != column.b.name
+    assert row.a.name != column.a.name
