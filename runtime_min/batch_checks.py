@@ -48,6 +48,14 @@ def check_same(name: str, then: LoadedFacts, now: LoadedFacts) -> None:
         )  # fmt: skip
 
 
+def check_alone(ranks: int) -> None:
+    """Refuse a model that several ranks share (SC703): who joins depends on each rank's clock."""
+    if ranks > 1:
+        fail(Code.SC703, where="a continuous batch", found=f"a model that {ranks} ranks share",
+             expected="a model of one rank: requests join by the clock, and ranks' clocks differ",
+             next="give all ranks the same batches by `forward`, `generate` or `step`")  # fmt: skip
+
+
 def check_batch_sizes(*, cache_tokens: int, requests: int, step_tokens: int, page: int, max_tokens: int) -> None:
     """Refuse sizes that don't go together (SC703); `max_tokens` is the served model's."""
     if not (1 <= requests <= step_tokens <= max_tokens and 4 <= page <= cache_tokens):

@@ -15,6 +15,7 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_min.admission import check_known
 from scute_compile.runtime_min.batch_checks import (
     broken_off,
+    check_alone,
     check_batch_sizes,
     check_request,
     check_same,
@@ -72,9 +73,10 @@ class ContinuousBatch:
             clock: Seconds.
 
         Raises:
-            ScuteError: SC703 (sizes that don't go together, or don't fit the memory), SC809 (a model that can't be
-                batched this way).
+            ScuteError: SC703 (sizes that don't go together, or don't fit the memory; a model that ranks share), SC809
+                (a model that can't be batched this way).
         """
+        check_alone(served.ranks)
         check_batch_sizes(
             cache_tokens=cache_tokens, requests=requests, step_tokens=step_tokens, page=page,
             max_tokens=served.max_tokens,

@@ -6,7 +6,7 @@ The model is wrapped in place. On a GPU the layers run the kernels; on a CPU the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
@@ -18,8 +18,10 @@ from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.runtime_min.adapted_model import linear_layers
 from scute_compile.runtime_min.admission import check_known, check_new, check_size
 from scute_compile.runtime_min.divided_terms import check_met
+from scute_compile.runtime_min.equal_room import levelled
 from scute_compile.runtime_min.image import AdapterImage, FactorImage
 from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
+from scute_compile.runtime_min.rank_group import RankGroup
 from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_min.resident_pool import ResidentPool
 from scute_compile.runtime_min.served_checks import (
@@ -45,10 +47,6 @@ Rows = Sequence[str | None]
 """The adapter of each row of a batch; None for the base alone."""
 
 
-def _alone(_: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class ServedModel:
     """Serves many adapters on one model.
 
@@ -61,7 +59,7 @@ class ServedModel:
         max_tokens: int = 4096, max_rows: int = 64, max_rank: int = 0, base_structure: str | None = None,
         convert: bool = False, fixed: bool = False, shared_pages: int = 16384, tp: int = 1, rank: int = 0,
         exchanges: Mapping[str, TermExchange] | None = None,
-        loading: Callable[[str], AbstractContextManager[None]] = _alone,
+        peers: RankGroup | None = None,
     ) -> None:  # fmt: skip
         """Wrap a model and make an empty pool.
 
@@ -82,7 +80,7 @@ class ServedModel:
             rank: Which of them this is.
             exchanges: How these ranks complete the intermediates of fully sharded terms, by the path of a layer; None:
                 terms are cut along one side, and ranks exchange none.
-            loading: What an adapter's name is loaded in: it may raise, so that no rank loads what another refuses.
+            peers: These ranks, which load an adapter together or not at all; None: this one is alone.
 
         Raises:
             ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices or are
@@ -90,7 +88,7 @@ class ServedModel:
         """
         self.model = model
         self.base_structure = base_structure
-        self._convert, self._tp, self._rank, self._loading = convert, tp, rank, loading
+        self._convert, self._tp, self._rank, self._peers = convert, tp, rank, peers
         self._sharding = LoraSharding.DEFAULT if exchanges is None else LoraSharding.FULL
         meeting = exchanges or {}
         heads = getattr(model, "get_output_embeddings", lambda: None)()
@@ -130,6 +128,11 @@ class ServedModel:
         return self._loaded
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks that share the model."""
+        return self._tp
+
+    @property
     def max_tokens(self) -> int:
         """Most tokens of a step."""
         return self._writer.sizes.max_tokens
@@ -147,21 +150,13 @@ class ServedModel:
                 SC805 (larger than the pool), SC806 (the name is taken), SC815 (another rank refused it), and an
                 artifact's own faults (SC6xx). The adapters that are loaded serve on.
         """
-        with self._loading(name):
-            check_turn(removed=self._removed, running=False)
-            check_new(name, self.pool.images)
-            image = self._read(name, source)
-            self._make_room(name, image)
+        image = self._read_together(name, source, lambda: check_new(name, self.pool.images))
         self.pool.add(name, image)
         self._loaded[name] = LoadedFacts.of(image)
 
     def replace(self, name: str, source: Artifact | Path | str) -> None:
         """Put another artifact in an adapter's place. Raises SC802, and as `load`; the old one then serves on."""
-        with self._loading(name):
-            check_turn(removed=self._removed, running=False)
-            check_known([name], self._loaded)
-            image = self._read(name, source)
-            self._make_room(name, image)
+        image = self._read_together(name, source, lambda: check_known([name], self._loaded))
         self.pool.replace(name, image)
         self._loaded[name] = LoadedFacts.of(image)
 
@@ -295,9 +290,18 @@ class ServedModel:
         each = rows // len(adapters) * length
         self._writer.write([name for name in adapters for _ in range(each)])
 
-    def _make_room(self, name: str, image: AdapterImage) -> None:
-        """Make the step's buffers large enough for a mix with this adapter, before anything else changes."""
+    def _read_together(self, name: str, source: Artifact | Path | str, check: Callable[[], None]) -> AdapterImage:
+        """Read an adapter on all ranks or on none, with as much room on each, and make the step's buffers fit it."""
+        device = self.pool.memory.pages.device
+        with self._peers.together(name, device) if self._peers else nullcontext():
+            check_turn(removed=self._removed, running=False)
+            check()
+            image = self._read(name, source)
+        if self._peers:
+            image = levelled(image, self._peers, device, self._factors)
+        check_size(image, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))
         self._writer.fit((self._loaded | {name: LoadedFacts.of(image)}).values())
+        return image
 
     def _read(self, name: str, source: Artifact | Path | str) -> AdapterImage:
         check_source(name, source)
@@ -308,12 +312,10 @@ class ServedModel:
         if self._sharding is manifest.lora_sharding is LoraSharding.FULL and manifest.tp == self._tp:
             met = {sites[layer.site].name: layer.exchange for layer in self._layers}
             check_met(name, manifest, self._rank, met)
-        image = read_adapter(
+        return read_adapter(
             artifact, sites, self.pool.dtype, name=name, factors=self._factors,
             tp=self._tp, rank=self._rank, sharding=self._sharding, convert=self._convert, pin=self.pool.memory.pin,
         )  # fmt: skip
-        check_size(image, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))
-        return image
 
 
 def _served(

@@ -7,7 +7,6 @@ intermediates between the kernels, one transfer per layer for the whole batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +33,15 @@ def serve_rank(
 ) -> tuple[ServedModel, RankGroup]:
     """Cut a model for this rank, in place and for good, and serve adapters on it; all ranks make the same calls.
 
-    An adapter is loaded on all ranks or on none: where one refuses it, the others do as well (SC815).
+    An adapter is loaded on all ranks or on none: where one refuses it, the others do as well (SC815). It takes as much
+    room on each, so that all of them evict and refuse alike.
     Row-parallel layers round each rank's partial sums to the model's dtype and add them up in it, as engines do.
 
     Args:
         model: A transformers model, the same on every rank.
         group: The ranks' process group; None: the default one, or none for one rank.
         lora_sharding: How the artifacts divide low-rank terms among ranks; a pool holds one layout.
-        options: What `ServedModel` takes, without `tp`, `rank`, `exchanges` and `loading`.
+        options: What `ServedModel` takes, without `tp`, `rank`, `exchanges` and `peers`.
 
     Raises:
         ScuteError: SC501 when a layer doesn't divide over the ranks, or has fewer outputs than there are; SC703 for a
@@ -52,11 +52,8 @@ def serve_rank(
     cuts = cut_layers(model, ranks.rank, ranks.size)
     put_layers(model, cuts, {name: _plain(layer) for name, layer in cuts.items()})
     full = layout is LoraSharding.FULL and ranks.size > 1
-    exchanges = _exchanges(cuts, ranks) if full else None
-    together = partial(ranks.together, device=next(model.parameters()).device)
-    served = ServedModel(
-        model, tp=ranks.size, rank=ranks.rank, exchanges=exchanges, loading=together, **options
-    )  # fmt: skip
+    exchanges = exchanges_of(cuts, ranks) if full else None
+    served = ServedModel(model, tp=ranks.size, rank=ranks.rank, exchanges=exchanges, peers=ranks, **options)
     for name, layer in served.layers.items():
         if name in cuts:
             _join(layer, cuts[name].cut, ranks)
@@ -75,8 +72,12 @@ def _layout(given: str) -> LoraSharding:
     return LoraSharding(given)
 
 
-def _exchanges(cuts: Mapping[str, CutLayer], ranks: RankGroup) -> dict[str, TermExchange]:
-    """Return how the ranks meet inside each layer that they share."""
+def exchanges_of(cuts: Mapping[str, CutLayer], ranks: RankGroup) -> dict[str, TermExchange]:
+    """Return how the ranks meet inside each layer that they share.
+
+    Raises:
+        ScuteError: SC501 for a layer with fewer outputs than ranks.
+    """
     found: dict[str, TermExchange] = {}
     for name, layer in cuts.items():
         if layer.cut.split is Split.COLUMN:

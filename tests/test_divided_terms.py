@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scute_compile.cuts import shares
-from scute_compile.formats.manifest import TermRecord
-from scute_compile.runtime_min.divided_terms import own_term, shared_rows
+from scute_compile.diagnostics import ScuteError
+from scute_compile.formats.manifest import SiteRecord, TermRecord
+from scute_compile.model import Split
+from scute_compile.runtime_min.divided_terms import in_parts, own_term, shared_rows
+from scute_compile.runtime_min.image import SiteContent
+from scute_compile.runtime_min.rank_cut import CutLayer, LayerCut
+from scute_compile.runtime_min.rank_group import RankGroup
+from scute_compile.runtime_min.record import SiteSlot
+from scute_compile.runtime_min.served_ranks import exchanges_of
 from scute_compile.runtime_min.term_exchange import take_rows
 from tests.test_adapted_model import drawn
 
@@ -47,3 +57,27 @@ def test_a_pair_has_one_rank_where_rows_are_divided_and_where_they_are_not() -> 
     # windows of one factor that coincide are one image only if their rows do
     assert row.b.name != column.b.name
     assert row.a.name != column.a.name
+
+
+def test_terms_for_outputs_that_are_no_part_of_the_layer_are_refused() -> None:
+    term = WHOLE.model_copy(update={"columns": ((0, 3), (3, 6))})
+    record = SiteRecord(
+        name="down", in_features=8, out_features=6, gemm="down", split=Split.ROW,
+        inputs=(((0, 4),), ((4, 8),)), outputs=(((0, 6),), ((0, 6),)), rotation=None, scale=False, shift=False,
+        shift_rank=0, terms=(term,), live=(),
+    )  # fmt: skip
+    content = SiteContent(in_features=4, out_features=6)
+    parts = [SiteSlot(name="down", in_features=4, out_features=3, gemm="down", part=part) for part in ((0, 3), (3, 6))]
+    assert list(in_parts(record, 1, content, parts)) == ["down[0:3]", "down[3:6]"]
+    with pytest.raises(ScuteError, match="SC402") as refused:
+        in_parts(record, 1, content, [replace(part, part=(0, 2)) for part in parts])
+    assert "outputs 3 to 6" in str(refused.value)
+
+
+def test_a_layer_with_fewer_outputs_than_ranks_is_refused() -> None:
+    cut = LayerCut(split=Split.ROW, inputs=(), outputs=(), out_features=0, arrives_cut=False, leaves_cut=False)
+    layer = CutLayer(cut=cut, weight=torch.zeros(0, 4), bias=None)
+    with pytest.raises(ScuteError, match="SC501"):
+        exchanges_of({"down": layer}, RankGroup())
+    wide = replace(layer, cut=replace(cut, out_features=2))
+    assert exchanges_of({"down": wide}, RankGroup())["down"].part == (0, 2)
