@@ -29,9 +29,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 
 FLOAT32 = 5e-5
 """As in `tests/test_distributed_layers.py`."""
-WIDE = "lora-21"
-ROWS = "lora-on-rows"
-RECIPES = ("lora-patterns", "dora", WIDE, "vera")
+WIDE, ROWS = "lora-21", "lora-on-rows"
+RECIPES = ("lora-5", "dora", WIDE, "vera")
 """Ranks that two and three ranks don't divide, and one above the wide tiles of the expand."""
 
 
@@ -73,22 +72,22 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
 
 
 @pytest.fixture
-def store(pair: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> Callable[[str, int], dict[str, Path]]:
-    """Compile every recipe for a base and a number of ranks, and return the adapters by recipe."""
-    from tests.adapters import lora, write_config
+def store(base_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str, int], None]:
+    """Write every adapter for a base, on one of its layers since the interpreter takes its time, and compile it."""
+    from tests.adapters import lora, vera, write_config
     from tests.bases import BASES
 
-    def make(base: str, tp: int) -> dict[str, Path]:
-        where = pair("lora", base)[1]
-        folders = {recipe: pair(recipe, base)[0] for recipe in RECIPES if recipe != WIDE}
-        sites = BASES[base].sites
-        folders |= {WIDE: tmp_path / WIDE, ROWS: tmp_path / ROWS}
-        write_config(lora(r=21)(sites), base, where, folders[WIDE])
-        # its rank is divided nowhere, and yet its rows have room in whole shares
-        write_config(lora(target_modules=[sites.attention_out, sites.down])(sites), base, where, folders[ROWS])
-        for folder in folders.values():
-            compiled(folder, where, tmp_path / "store", "--tp", tp, "--dtype", "float32", "--lora-sharding", "full")
-        return folders
+    def make(base: str, tp: int) -> None:
+        where, sites, one = base_folder(base), BASES[base].sites, {"layers_to_transform": [1]}
+        on_rows = {"target_modules": [sites.attention_out, sites.down]}  # divided nowhere, and yet in whole shares
+        configs = {
+            "lora-5": lora(r=5, **one), "dora": lora(use_dora=True, **one), WIDE: lora(r=21, **one),
+            ROWS: lora(**on_rows, **one), "vera": vera(**one).config,
+        }  # fmt: skip
+        for name, config in configs.items():
+            write_config(config(sites), base, where, tmp_path / name)
+            options = ("--tp", tp, "--dtype", "float32", "--lora-sharding", "full")
+            compiled(tmp_path / name, where, tmp_path / "store", *options)
 
     return make
 
@@ -96,18 +95,18 @@ def store(pair: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> Call
 @pytest.mark.parametrize(
     ("base", "tp", "recipes", "tokens", "options"),
     [
-        ("qwen2", 2, ("vera", "lora-patterns", "vera"), 1, {"max_rows": 4, "fixed": True}),
-        ("llama-nine", 3, (ROWS, "lora-patterns", WIDE, "vera"), 1, {"max_rows": 8}),
+        ("qwen2", 2, ("vera", "lora-5", "vera"), 1, {"max_rows": 4, "fixed": True}),
+        ("llama-nine", 3, (ROWS, "lora-5", WIDE, "vera"), 1, {"max_rows": 8}),
         ("llama-nine", 3, RECIPES, 2, {"max_rows": 8}),
     ],
     ids=["as for a graph", "decode", "prefill"],
 )
 def test_kernels_of_several_ranks_answer_what_peft_answers(
     base: str, tp: int, recipes: Sequence[str], tokens: int, options: dict[str, Any],
-    pair: Callable[[str, str], tuple[Path, Path]],
-    store: Callable[[str, int], dict[str, Path]], tmp_path: Path,
+    base_folder: Callable[[str], Path], store: Callable[[str, int], None], tmp_path: Path,
 ) -> None:  # fmt: skip
-    adapters, where = store(base, tp), pair("lora", base)[1]
+    store(base, tp)
+    where = base_folder(base)
     ids = ids_of(len(recipes) + 1, tokens)
     from tests.bases import load_base
 
@@ -116,6 +115,6 @@ def test_kernels_of_several_ranks_answer_what_peft_answers(
     assert all(torch.equal(ranks[0]["out"], rank["out"]) for rank in ranks)
     assert (ranks[0]["out"][-1] - plain[-1]).abs().max() < 1e-4
     for row, recipe in enumerate(recipes):
-        chosen = Compiled(adapter=adapters[recipe], base=where, artifact=tmp_path / "store" / recipe)
+        chosen = Compiled(adapter=tmp_path / recipe, base=where, artifact=tmp_path / "store" / recipe)
         theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
         assert relative_error(ranks[0]["out"][row], theirs, plain[row]) < FLOAT32, recipe
