@@ -39,7 +39,7 @@ def allocating(num_pages: int, shared_pages: int) -> Iterator[None]:
     """Name the pool's sizes where the memory for them isn't there (SC814)."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, TypeError) as error:  # the last is torch's for a size beyond 64 bits
         said = " ".join(str(error).split())[:120]
         fail(
             Code.SC814, where="a served model",
@@ -148,13 +148,25 @@ def check_structure(name: str, recorded: BaseIdentity, served: str | None) -> No
         )  # fmt: skip
 
 
-def check_guidance(adapters: Sequence[str | None], options: Mapping[str, object]) -> None:
-    """Refuse guidance beside adapters (SC703): it calls the model a second time, for other rows than the step has."""
-    scale = options.get("guidance_scale", getattr(options.get("generation_config"), "guidance_scale", None))
+def check_options(adapters: Sequence[str | None], options: Mapping[str, object], *, ranks: int) -> None:
+    """Refuse options of `generate` by their names (SC703).
+
+    Guidance beside adapters calls the model a second time, for other rows than the step has. Of several ranks, one
+    that stops by its own clock leaves the others waiting for ever.
+    """
+
+    def given(name: str) -> object:
+        return options.get(name, getattr(options.get("generation_config"), name, None))
+
+    scale, limit = given("guidance_scale"), given("max_time")
     if scale not in (None, 1) and any(adapters):
         fail(Code.SC703, where="guidance_scale", found=f"{scale!r:.40} in a batch with adapters",
              expected="none: it calls the model a second time per token, for rows that the step doesn't have",
              next="generate without guidance_scale")  # fmt: skip
+    if limit is not None and ranks > 1:
+        fail(Code.SC703, where="max_time", found=f"{limit!r:.40} on {ranks} ranks",
+             expected="none: each rank would stop by its own clock",
+             next="limit the answers by max_new_tokens")  # fmt: skip
 
 
 def check_turn(*, removed: bool, running: bool) -> None:

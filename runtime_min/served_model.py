@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -26,7 +26,7 @@ from scute_compile.runtime_min.record import SiteSlot
 from scute_compile.runtime_min.resident_pool import ResidentPool
 from scute_compile.runtime_min.served_checks import (
     allocating,
-    check_guidance,
+    check_options,
     check_rows,
     check_sizes,
     check_source,
@@ -58,8 +58,7 @@ class ServedModel:
         self, model: torch.nn.Module, *, slots: int, num_pages: int, dtype: torch.dtype | None = None,
         max_tokens: int = 4096, max_rows: int = 64, max_rank: int = 0, base_structure: str | None = None,
         convert: bool = False, fixed: bool = False, shared_pages: int = 16384, tp: int = 1, rank: int = 0,
-        exchanges: Mapping[str, TermExchange] | None = None,
-        peers: RankGroup | None = None,
+        exchanges: Mapping[str, TermExchange] | None = None, peers: RankGroup | None = None,
     ) -> None:  # fmt: skip
         """Wrap a model and make an empty pool.
 
@@ -192,7 +191,7 @@ class ServedModel:
         Args:
             input_ids: `(batch, tokens)`; pad on the left, and pass `attention_mask`.
             adapters: One per row; beams and samples of a row follow it.
-            options: What `generate` takes.
+            options: What `generate` takes; on several ranks no `max_time`, and for samples one seed on all of them.
 
         Raises:
             ScuteError: As `forward`.
@@ -208,7 +207,7 @@ class ServedModel:
 
         check_rows(adapters, shape_of(input_ids, None)[0])
         check_tokens(input_ids, self.model)
-        check_guidance(adapters, options)
+        check_options(adapters, options, ranks=self._tp)
         with torch.no_grad(), self._leased(adapters):
             model.prepare_inputs_for_generation = prepare
             try:
@@ -293,14 +292,15 @@ class ServedModel:
     def _read_together(self, name: str, source: Artifact | Path | str, check: Callable[[], None]) -> AdapterImage:
         """Read an adapter on all ranks or on none, with as much room on each, and make the step's buffers fit it."""
         device = self.pool.memory.pages.device
-        with self._peers.together(name, device) if self._peers else nullcontext():
+        together = partial(self._peers.together, name, device) if self._peers else nullcontext
+        with together():
             check_turn(removed=self._removed, running=False)
             check()
             image = self._read(name, source)
-        if self._peers:
-            image = levelled(image, self._peers, device, self._factors)
-        check_size(image, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))
-        self._writer.fit((self._loaded | {name: LoadedFacts.of(image)}).values())
+        with together():  # once all have read it: ranks exchange sizes, and one may have no memory for them
+            image = levelled(image, self._peers, device, self._factors) if self._peers else image
+            check_size(image, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))
+            self._writer.fit((self._loaded | {name: LoadedFacts.of(image)}).values())
         return image
 
     def _read(self, name: str, source: Artifact | Path | str) -> AdapterImage:

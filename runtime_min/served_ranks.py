@@ -50,9 +50,9 @@ def serve_rank(
     layout = _layout(lora_sharding)
     ranks = RankGroup(group)
     cuts = cut_layers(model, ranks.rank, ranks.size)
-    put_layers(model, cuts, {name: _plain(layer) for name, layer in cuts.items()})
     full = layout is LoraSharding.FULL and ranks.size > 1
     exchanges = exchanges_of(cuts, ranks) if full else None
+    put_layers(model, cuts, {name: _plain(layer) for name, layer in cuts.items()})
     served = ServedModel(model, tp=ranks.size, rank=ranks.rank, exchanges=exchanges, peers=ranks, **options)
     for name, layer in served.layers.items():
         if name in cuts:

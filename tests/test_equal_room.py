@@ -68,6 +68,29 @@ def test_what_one_rank_has_no_room_for_no_rank_runs(
         assert rank["pages"].tolist() == [2, 2]
 
 
+def small(base: Path, store: Path, ids: torch.Tensor) -> Answer:
+    """Rank 1 has too few pages for an adapter, for which rank 0 has room; then both serve the base."""
+    ranks = RankGroup()
+    served, _ = serve_rank(load_model(base), slots=4, num_pages=1 if ranks.rank else 64, shared_pages=4, max_tokens=64)
+    with pytest.raises(ScuteError) as refused:
+        served.load("x", store / "x")
+    with pytest.raises(ScuteError, match="SC703") as timed:
+        served.generate(ids, adapters=[None, None], max_new_tokens=1, max_time=1.0)
+    assert "max_time" in str(timed.value)
+    assert served.adapters == ()
+    out = served(ids, adapters=[None, None]).logits
+    return {"code": torch.tensor(int(refused.value.diagnostics[0].code.name[2:])), "out": out}
+
+
+def test_what_is_larger_than_one_ranks_pool_no_rank_loads(base_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    base = base_folder("llama")
+    write_config(lora(**SHIFTED)(BASES["llama"].sites), "llama", base, tmp_path / "x")
+    compiled(tmp_path / "x", base, tmp_path / "store", "--tp", 2, "--dtype", "float32")
+    first, second = on_ranks(2, small, base, tmp_path / "store", ids_of(2, 4))
+    assert [int(rank["code"]) for rank in (first, second)] == [815, 805]
+    assert torch.equal(first["out"], second["out"])
+
+
 def uneven() -> Answer:
     """An adapter whose shared factors are larger on rank 0; the second one is as on all ranks."""
     ranks = RankGroup()

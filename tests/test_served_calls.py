@@ -191,7 +191,7 @@ def test_sizes_that_may_be_none_are_refused_below_it(sizes: dict[str, Any], made
     refused(lambda: served("llama", made["lora"].base, **sizes), "at least 0")
 
 
-@pytest.mark.parametrize("sizes", [{"num_pages": 10**12}, {"shared_pages": 10**13}])
+@pytest.mark.parametrize("sizes", [{"num_pages": 10**12}, {"shared_pages": 10**13}, {"num_pages": 10**17}])
 def test_a_pool_that_no_memory_holds_is_refused(sizes: dict[str, int], made: dict[str, Compiled]) -> None:
     refused(lambda: served("llama", made["lora"].base, **sizes), "fewer pages", code="SC814")
 
