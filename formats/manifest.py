@@ -220,11 +220,6 @@ class Manifest(Record):
             _check_sharding(site, self.lora_sharding)
         return self
 
-    @property
-    def fully_sharded(self) -> bool:
-        """Whether some term is cut beyond its site's own axes, so that ranks must exchange intermediates."""
-        return any(term.rows is not None or term.columns is not None for site in self.sites for term in site.terms)
-
 
 def _check_factors(site: SiteRecord, factors: Mapping[str, FactorFile]) -> None:
     for term in site.terms:
