@@ -74,14 +74,15 @@ class RankModel:
                 (SC6xx).
         """
         with self.ranks.together(name, self._device):
-            found, held = self._read(name, source)
+            artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
+            found, held = self._read(name, artifact)
+        self.ranks.check_same(name, artifact.manifest.digest, self._device)
         for site, slots in held.items():
             self.layers[found[site]].sites[name] = slots
         self._loaded.add(name)
 
-    def _read(self, name: str, source: Artifact | Path | str) -> tuple[Mapping[str, str], Mapping[str, RankSite]]:
+    def _read(self, name: str, artifact: Artifact) -> tuple[Mapping[str, str], Mapping[str, RankSite]]:
         """Return the layer of each site, and what this rank holds of it."""
-        artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
         if name in self._loaded:
             fail(Code.SC806, where=name, found="an adapter of that name", expected="a new name",
                  next="unload it first, or load this one under another name")  # fmt: skip

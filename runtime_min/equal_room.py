@@ -24,7 +24,9 @@ def levelled(
 ) -> AdapterImage:  # fmt: skip
     """Return an adapter's image with as many pages as on the rank that has most; all ranks call it for one adapter.
 
-    Shared factors are levelled as well where all ranks have as many: ranks hold other columns of the same ones.
+    Shared factors are levelled as well where all ranks have as many: ranks hold other columns of the same ones. They
+    don't where a cut falls inside a granule on some ranks alone, which no model's head size does; what room there is
+    for shared factors is then each rank's own.
 
     Args:
         image: The rank's part.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,17 @@ class RankGroup:
                 Code.SC815, where=name, found=f"{len(others)} of {self.size} ranks that refused it: {others}",
                 expected="an adapter that every rank loads",
                 next=f"see what rank {others[0]} says, and load the adapter on all ranks again",
+            )  # fmt: skip
+
+    def check_same(self, name: str, digest: str, device: torch.device) -> None:
+        """Refuse an adapter of which ranks read different artifacts: SC815, on all of them."""
+        own = torch.frombuffer(bytearray(sha256(digest.encode()).digest()), dtype=torch.uint8)
+        every = self.gather(own.to(device), Purpose.LOADING)
+        if others := (every != every[0]).any(1).nonzero().flatten().tolist():
+            fail(
+                Code.SC815, where=name, found=f"another artifact on ranks {others} than on rank 0",
+                expected="one artifact, of which each rank reads its own file",
+                next="give all ranks the same store, and load the adapter on all of them again",
             )  # fmt: skip
 
     def _failed(self, device: torch.device, *, failed: bool) -> list[int]:

@@ -85,8 +85,7 @@ class ServedModel:
             ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices or are
                 served already, when `dtype` is not theirs on a GPU, or a size is below one.
         """
-        self.model = model
-        self.base_structure = base_structure
+        self.model, self.base_structure = model, base_structure
         self._convert, self._tp, self._rank, self._peers = convert, tp, rank, peers
         self._sharding = LoraSharding.DEFAULT if exchanges is None else LoraSharding.FULL
         meeting = exchanges or {}
@@ -297,6 +296,8 @@ class ServedModel:
             check_turn(removed=self._removed, running=False)
             check()
             image = self._read(name, source)
+        if self._peers:
+            self._peers.check_same(name, image.digest, device)
         with together():  # once all have read it: ranks exchange sizes, and one may have no memory for them
             image = levelled(image, self._peers, device, self._factors) if self._peers else image
             check_size(image, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))

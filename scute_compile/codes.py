@@ -237,9 +237,9 @@ class Code(Enum):
         "The base, its adapters and the batch don't fit on the device together.",
     )
     SC815 = (
-        "another rank refused the adapter",
-        "An adapter is loaded on all ranks of a model or on none: a step with it would wait for the missing one for "
-        "ever.",
+        "the ranks don't load the adapter alike",
+        "An adapter is loaded on all ranks of a model or on none, and from one artifact: a step with it would wait for "
+        "the missing rank for ever, or put parts of two adapters together.",
     )
 
     @property

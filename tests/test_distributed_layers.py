@@ -175,6 +175,22 @@ def test_what_one_rank_refuses_no_rank_loads(kind: str, layout: str, pair: Pair,
     assert not torch.equal(ranks[0]["out"][0], ranks[0]["out"][1])
 
 
+@pytest.mark.parametrize("kind", ["pool", "model"])
+def test_ranks_that_read_different_artifacts_load_none(kind: str, pair: Pair, tmp_path: Path) -> None:
+    """Two hosts may hold different compiles under one path: both would be served in part."""
+    where = pair("lora", "llama")[1]
+    stores = [
+        compiled(pair(recipe, "llama")[0], where, tmp_path / recipe, "--tp", 2, "--dtype", "float32")
+        for recipe in ("lora", "rslora")
+    ]
+    ranks = on_ranks(2, half_loaded, where, stores, ids_of(2, 4), "default", kind)
+    for rank in ranks:
+        said = bytes(rank["said"].tolist()).decode()
+        assert said.startswith("SC815")
+        assert "another artifact on ranks [1] than on rank 0" in said
+    assert torch.equal(ranks[0]["out"], ranks[1]["out"])
+
+
 def attention_traffic(base: Path, artifact: Path, ids: torch.Tensor) -> Answer:
     """Bytes that each rank sends in one step of a LoRA on attention."""
     model = RankModel(load_model(base))
