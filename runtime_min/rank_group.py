@@ -91,7 +91,7 @@ class RankGroup:
 
     def check_same(self, name: str, digest: str, device: torch.device) -> None:
         """Refuse an adapter of which ranks read different artifacts: SC815, on all of them."""
-        own = torch.frombuffer(bytearray(sha256(digest.encode()).digest()), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(sha256(digest.encode()).digest()), dtype=torch.int32)
         every = self.gather(own.to(device), Purpose.LOADING)
         if others := (every != every[0]).any(1).nonzero().flatten().tolist():
             fail(
