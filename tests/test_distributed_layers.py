@@ -62,7 +62,24 @@ def answers(base: Path, stores: Stores, recipes: Sequence[str], ids: torch.Tenso
         found[f"{layout} sent"] = torch.tensor([sent[purpose] for purpose in Purpose])
     mixed = [f"{LAYOUTS[row % 2]} {recipe}" for row, recipe in enumerate(recipes)]
     found["mixed"] = torch.log_softmax(model(input_ids=ids, adapter_ids=[*mixed, None]).logits, -1)
+    for layout, store in stores.items():
+        found |= pooled(base, store, recipes, ids, layout)
     return found
+
+
+def pooled(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, layout: str) -> Answer:
+    """The same batch through the pool and the custom op."""
+    served, ranks = serve_rank(
+        load_model(base), slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=512,
+        lora_sharding=LoraSharding(layout),
+    )  # fmt: skip
+    for recipe in recipes:
+        served.load(recipe, store / recipe)
+    # slots differ from rank to rank, as they do after evictions where one rank holds more than another
+    served.pool.ensure(recipes[::-1] if ranks.rank else recipes)
+    out = served(ids, adapters=[*recipes, None])
+    sent = torch.tensor([ranks.traffic.sent[purpose] for purpose in Purpose])
+    return {f"{layout} pool": torch.log_softmax(out.logits, -1), f"{layout} pool sent": sent}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +90,7 @@ def answers(base: Path, stores: Stores, recipes: Sequence[str], ids: torch.Tenso
         ("llama-nine", 3, EVERY),
         ("phi3", 2, EVERY[1:]),
         ("gpt2", 2, CONV1D),
+        ("llama", 4, ("lora",)),  # alone: of a row-parallel layer it touches what a rank expands to, and no more
     ],
 )
 def test_processes_answer_what_peft_answers_in_both_layouts(
@@ -82,7 +100,8 @@ def test_processes_answer_what_peft_answers_in_both_layouts(
     where, ids = pair(recipes[0], base)[1], ids_of(len(recipes) + 1, 6)
     ranks = on_ranks(tp, answers, where, stores, recipes, ids)
     plain = logprobs(load_base(base, where), ids)
-    for layout in (*LAYOUTS, "mixed"):
+    pools = [f"{layout} pool" for layout in LAYOUTS]
+    for layout in (*LAYOUTS, "mixed", *pools):
         assert all(torch.equal(rank[layout], ranks[0][layout]) for rank in ranks), "every rank has the whole answer"
         ours = ranks[0][layout]
         assert (ours[-1] - plain[-1]).abs().max() < 1e-4, "the base's row"
@@ -90,105 +109,85 @@ def test_processes_answer_what_peft_answers_in_both_layouts(
             chosen = Compiled(adapter=pair(recipe, base)[0], base=where, artifact=stores["full"] / recipe)
             theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
             assert relative_error(ours[row], theirs, plain[row]) < FLOAT32, (layout, recipe)
-    sent = {layout: dict(zip(Purpose, ranks[0][f"{layout} sent"].tolist(), strict=True)) for layout in LAYOUTS}
-    assert sent["default"][Purpose.ADAPTERS] == 0
-    assert sent["full"][Purpose.ADAPTERS] > 0
-    assert sent["default"][Purpose.BASE] == sent["full"][Purpose.BASE] > 0
+    sent = {
+        layout: dict(zip(Purpose, ranks[0][f"{layout} sent"].tolist(), strict=True)) for layout in (*LAYOUTS, *pools)
+    }
+    for kind in ("", " pool"):
+        assert sent[f"default{kind}"][Purpose.ADAPTERS] == 0
+        assert sent[f"full{kind}"][Purpose.ADAPTERS] > 0
+        assert sent[f"default{kind}"][Purpose.BASE] == sent[f"full{kind}"][Purpose.BASE] > 0
 
 
-def served_answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, layout: str) -> Answer:
-    """The same batch through the pool and the custom op, on every rank."""
-    served, ranks = serve_rank(
-        load_model(base), slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=512,
-        lora_sharding=LoraSharding(layout),
-    )  # fmt: skip
-    for recipe in recipes:
-        served.load(recipe, store / recipe)
-    # slots differ from rank to rank, as they do after evictions where one rank holds more than another
-    served.pool.ensure(recipes[::-1] if ranks.rank else recipes)
-    out = served(ids, adapters=[*recipes, None])
-    return {"out": torch.log_softmax(out.logits, -1), "sent": torch.tensor(ranks.traffic.sent[Purpose.ADAPTERS])}
+KINDS = (("pool", "default"), ("pool", "full"), ("model", "full"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("base", "tp", "recipes"),
-    [
-        ("qwen2", 2, EVERY),
-        ("gpt2", 2, CONV1D),
-        ("llama-nine", 3, EVERY),
-        ("phi3", 2, EVERY[1:]),
-        ("llama", 4, ("lora",)),  # alone: of a row-parallel layer it touches what a rank expands to, and no more
-    ],
-)
-def test_pools_of_several_ranks_serve_both_layouts(
-    base: str, tp: int, recipes: tuple[str, ...], layout: str, pair: Pair, tmp_path: Path
-) -> None:
-    stores = stores_of(pair, recipes, base, tp, tmp_path)
-    where, ids = pair(recipes[0], base)[1], ids_of(len(recipes) + 1, 6)
-    ranks = on_ranks(tp, served_answers, where, stores[layout], recipes, ids, layout)
-    plain = logprobs(load_base(base, where), ids)
-    assert all(torch.equal(ranks[0]["out"], rank["out"]) for rank in ranks)
-    assert (ranks[0]["out"][-1] - plain[-1]).abs().max() < 1e-4
-    assert (ranks[0]["sent"] > 0) == (layout == "full")
-    for row, recipe in enumerate(recipes):
-        chosen = Compiled(adapter=pair(recipe, base)[0], base=where, artifact=stores[layout] / recipe)
-        theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
-        assert relative_error(ranks[0]["out"][row], theirs, plain[row]) < FLOAT32, recipe
+def half_loaded(base: Path, stores: Mapping[str, Sequence[Path]], ids: torch.Tensor) -> Answer:
+    """Each rank loads from a store of its own, of which one is not the other's; then both serve what they have."""
+    ranks, found = RankGroup(), Answer()
+    for kind, layout in KINDS:
+        model: ServedModel | RankModel
+        if kind == "pool":
+            model, _ = serve_rank(
+                load_model(base), slots=2, num_pages=1024, shared_pages=256, max_tokens=64,
+                lora_sharding=LoraSharding(layout),
+            )  # fmt: skip
+        else:
+            model = RankModel(load_model(base))
+        said = ""
+        try:
+            model.load("lora", stores[layout][ranks.rank])
+        except ScuteError as error:
+            said = f"{error.diagnostics[0].code.name} {error}"
+        model.load("lora", stores[layout][0])
+        rows = ["lora", None]
+        out = model(ids, adapters=rows) if isinstance(model, ServedModel) else model(input_ids=ids, adapter_ids=rows)
+        found[f"{kind} {layout}"] = out.logits
+        found[f"{kind} {layout} said"] = torch.tensor(list(said.encode()), dtype=torch.uint8)
+    return found
 
 
-def half_loaded(base: Path, stores: Sequence[Path], ids: torch.Tensor, layout: str, kind: str) -> Answer:
-    """Each rank loads from a store of its own, of which one is damaged; then both serve what they have."""
-    ranks = RankGroup()
-    model: ServedModel | RankModel
-    if kind == "pool":
-        model, _ = serve_rank(
-            load_model(base), slots=2, num_pages=1024, shared_pages=256, max_tokens=64,
-            lora_sharding=LoraSharding(layout),
-        )  # fmt: skip
-    else:
-        model = RankModel(load_model(base))
-    said = ""
-    try:
-        model.load("lora", stores[ranks.rank])
-    except ScuteError as error:
-        said = f"{error.diagnostics[0].code.name} {error}"
-    model.load("lora", stores[0])
-    rows = ["lora", None]
-    out = model(ids, adapters=rows) if isinstance(model, ServedModel) else model(input_ids=ids, adapter_ids=rows)
-    return {"out": out.logits, "said": torch.tensor(list(said.encode()), dtype=torch.uint8)}
+def said_by(rank: Answer, kind: tuple[str, str]) -> str:
+    """What a rank refused with."""
+    return bytes(rank[" ".join((*kind, "said"))].tolist()).decode()
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("pool", "default"), ("pool", "full"), ("model", "full")])
-def test_what_one_rank_refuses_no_rank_loads(kind: str, layout: str, pair: Pair, tmp_path: Path) -> None:
+def test_what_one_rank_refuses_no_rank_loads(pair: Pair, tmp_path: Path) -> None:
     """The others would wait in the next step for ever."""
-    adapter, where = pair("lora", "llama")
-    options = ("--tp", 2, "--dtype", "float32", "--lora-sharding", layout)
-    good, bad = (compiled(adapter, where, tmp_path / name, *options) for name in ("good", "bad"))
-    (bad / "rank-00001-of-00002.safetensors").write_bytes(b"")
-    ranks = on_ranks(2, half_loaded, where, (good, bad), ids_of(2, 4), layout, kind)
-    said = [bytes(rank["said"].tolist()).decode() for rank in ranks]
-    assert said[0].startswith("SC815")
-    assert "see what rank 1 says" in said[0]
-    assert said[1].startswith("SC6")
-    assert torch.equal(ranks[0]["out"], ranks[1]["out"])
-    assert not torch.equal(ranks[0]["out"][0], ranks[0]["out"][1])
+    stores = {}
+    for layout in LAYOUTS:
+        adapter, where = pair("lora", "llama")
+        options = ("--tp", 2, "--dtype", "float32", "--lora-sharding", layout)
+        good, bad = (compiled(adapter, where, tmp_path / layout / name, *options) for name in ("good", "bad"))
+        (bad / "rank-00001-of-00002.safetensors").write_bytes(b"")
+        stores[layout] = (good, bad)
+    ranks = on_ranks(2, half_loaded, where, stores, ids_of(2, 4))
+    for kind in KINDS:
+        said = [said_by(rank, kind) for rank in ranks]
+        assert said[0].startswith("SC815"), kind
+        assert "see what rank 1 says" in said[0], kind
+        assert said[1].startswith("SC6"), kind
+        first, second = (rank[" ".join(kind)] for rank in ranks)
+        assert torch.equal(first, second), kind
+        assert not torch.equal(first[0], first[1]), kind
 
 
-@pytest.mark.parametrize("kind", ["pool", "model"])
-def test_ranks_that_read_different_artifacts_load_none(kind: str, pair: Pair, tmp_path: Path) -> None:
+def test_ranks_that_read_different_artifacts_load_none(pair: Pair, tmp_path: Path) -> None:
     """Two hosts may hold different compiles under one path: both would be served in part."""
     where = pair("lora", "llama")[1]
-    stores = [
-        compiled(pair(recipe, "llama")[0], where, tmp_path / recipe, "--tp", 2, "--dtype", "float32")
-        for recipe in ("lora", "rslora")
-    ]
-    ranks = on_ranks(2, half_loaded, where, stores, ids_of(2, 4), "default", kind)
-    for rank in ranks:
-        said = bytes(rank["said"].tolist()).decode()
-        assert said.startswith("SC815")
-        assert "another artifact on ranks [1] than on rank 0" in said
-    assert torch.equal(ranks[0]["out"], ranks[1]["out"])
+    stores = {
+        layout: [
+            compiled(pair(recipe, "llama")[0], where, tmp_path / layout / recipe, "--tp", 2, "--dtype", "float32",
+                     "--lora-sharding", layout)
+            for recipe in ("lora", "rslora")
+        ]
+        for layout in LAYOUTS
+    }  # fmt: skip
+    ranks = on_ranks(2, half_loaded, where, stores, ids_of(2, 4))
+    for kind in KINDS:
+        for rank in ranks:
+            assert said_by(rank, kind).startswith("SC815"), kind
+            assert "another artifact on ranks [1] than on rank 0" in said_by(rank, kind), kind
+        assert torch.equal(ranks[0][" ".join(kind)], ranks[1][" ".join(kind)]), kind
 
 
 def attention_traffic(base: Path, artifact: Path, ids: torch.Tensor) -> Answer:
