@@ -262,12 +262,13 @@ def communication(run: Run, facts: dict[str, dict[str, dict[str, float]]]) -> li
         ("attention", 0.5, 5 * shapes.rank / (2 * shapes.hidden)),
         ("lora-a", 1.0, 9 * shapes.rank / (4 * shapes.hidden)),
     ):
-        for layout in ("default", "full", "full, pool") if run.ranks > 1 else ():  # one rank sends nothing
+        layouts = ("default", "default, pool", "full", "full, pool")
+        for layout in layouts if run.ranks > 1 else ():  # one rank sends nothing
             sent = facts[f"{layout} traffic"][name]
             base = share * sent[Purpose.BASE]
             rows.append({"adapter": name, "layout": layout, "base bytes": base, "adapter bytes":
                          sent[Purpose.ADAPTERS], "ratio": sent[Purpose.ADAPTERS] / base,
-                         "S-LoRA's": 0.0 if layout == "default" else formula})  # fmt: skip
+                         "S-LoRA's": formula if layout.startswith("full") else 0.0})  # fmt: skip
     return rows
 
 

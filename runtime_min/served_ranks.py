@@ -28,7 +28,7 @@ def serve_rank(
     model: torch.nn.Module,
     *,
     group: dist.ProcessGroup | None = None,
-    lora_sharding: LoraSharding = LoraSharding.DEFAULT,
+    lora_sharding: LoraSharding | str = LoraSharding.DEFAULT,
     **options: Any,  # noqa: ANN401 - ServedModel's own
 ) -> tuple[ServedModel, RankGroup]:
     """Cut a model for this rank, in place and for good, and serve adapters on it; all ranks make the same calls.

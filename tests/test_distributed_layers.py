@@ -70,9 +70,8 @@ def answers(base: Path, stores: Stores, recipes: Sequence[str], ids: torch.Tenso
 def pooled(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, layout: str) -> Answer:
     """The same batch through the pool and the custom op."""
     served, ranks = serve_rank(
-        load_model(base), slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=512,
-        lora_sharding=LoraSharding(layout),
-    )  # fmt: skip
+        load_model(base), lora_sharding=layout, slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=512
+    )
     for recipe in recipes:
         served.load(recipe, store / recipe)
     # slots differ from rank to rank, as they do after evictions where one rank holds more than another

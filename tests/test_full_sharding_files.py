@@ -199,7 +199,7 @@ def test_a_model_whose_layers_do_not_meet_takes_no_divided_terms(pair: Pair, tmp
         served.load("one", other)
     served.remove()
     with pytest.raises(ScuteError, match="SC703"):
-        serve_rank(model, lora_sharding="half", slots=1, num_pages=512)  # type: ignore[arg-type] # as a user may
+        serve_rank(model, lora_sharding="half", slots=1, num_pages=512)
 
 
 def test_pools_serve_what_has_no_terms(pair: Pair, tmp_path: Path) -> None:
