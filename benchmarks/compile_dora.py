@@ -127,7 +127,7 @@ def write_adapter(folder: Path, norms: Mapping[str, torch.Tensor], generator: to
         "peft_type": "LORA", "peft_version": "0.21.2", "task_type": "CAUSAL_LM", "use_dora": True, "bias": "none",
         "base_model_name_or_path": "base", "r": RANK, "lora_alpha": ALPHA,
         "target_modules": sorted(name.rsplit(".", 1)[1] for name in PROJECTIONS),
-    }  # fmt: skip
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
@@ -139,8 +139,8 @@ def cat(base: Path) -> None:
 
 def compile_once(base: Path, adapter: Path) -> None:
     """Compile into a fresh store, as `scute compile` does it after its imports."""
+    from scute_compile.ir.target import Target
     from scute_compile.pipeline import compile_planned, open_model, plan
-    from scute_compile.target import Target
 
     with tempfile.TemporaryDirectory(dir=base.parent) as store:
         opened = open_model(str(base), weights=True)
@@ -152,16 +152,17 @@ def compile_once(base: Path, adapter: Path) -> None:
 
 def norms_alone(base: Path, adapter: Path) -> Callable[[], object]:
     """Return the compiler's streaming of all column norms, the base opened and the adapter planned before."""
-    from scute_compile.passes.pack import Package, read_norms
+    from scute_compile.ir.dtypes import DType
+    from scute_compile.ir.target import Target
+    from scute_compile.pack.pack import Package, read_norms
     from scute_compile.pipeline import open_model, plan
-    from scute_compile.target import DType, Target
 
     opened = open_model(str(base), weights=True)
     planned = plan(str(adapter), opened, Target())
     if planned.program is None or planned.adapter is None:
         raise AssertionError(planned.findings)
     package = Package(name="dora", program=planned.program, adapter=planned.adapter, base={}, sources={},
-                      dtypes=(DType.BFLOAT16,), tool="")  # fmt: skip
+                      dtypes=(DType.BFLOAT16,), tool="")
     return lambda: read_norms((package,), opened.checkpoint, lambda *_: None)
 
 
@@ -195,7 +196,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import compile_dora, scute_compile.passes.pack, scute_compile.pipeline
+import compile_dora, scute_compile.pack.pack, scute_compile.pipeline
 def peak():  # of this program alone: ru_maxrss would begin with the parent's
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
 before = peak()
@@ -233,7 +234,7 @@ def measure(base: Path, adapter: Path, repeats: int) -> dict[str, float]:
             times[name].append(_seconds(action))
     figures = {f"{name} s": statistics.median(each) for name, each in times.items()}
     for above, below in (("compile", "cat"), ("norms", "cat"), ("PEFT forward", "norms"), ("PEFT forward", "compile"),
-                         ("PEFT update_layer", "norms"), ("PEFT update_layer", "compile")):  # fmt: skip
+                         ("PEFT update_layer", "norms"), ("PEFT update_layer", "compile")):
         figures[f"{above} / {below}"] = figures[f"{above} s"] / figures[f"{below} s"]
     before, after = peak_memory(base, adapter)
     return {**figures, "imports MB": before, "peak MB": after - before}

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from time_model import ReadTimes, modelled_ms, moved, read_times
 
-from scute_compile.runtime_min.launch import adapted_linear
-from scute_compile.runtime_min.resident_pool import ResidentPool
-from scute_compile.runtime_min.step_form import Gemm, PoolTensors, features_of
-from scute_compile.runtime_min.step_plan import Capacity, StepBuffers, plan_step
-from scute_compile.runtime_min.tenants import LLAMA_8B, pair_of, sites_of, tenant
+from scute_compile.runtime_min.pool.resident_pool import ResidentPool
+from scute_compile.runtime_min.step.arguments import Gemm, PoolTensors, features_of
+from scute_compile.runtime_min.step.launch import adapted_linear
+from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
+from tests.support.drawn_adapters import LLAMA_8B, pair_of, sites_of, tenant
 
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 DISTINCT_LAYERS, LAYERS = 4, 32
@@ -79,7 +79,7 @@ class Base:
         """Draw them."""
         return cls(weights=tuple(
             tuple(normal(sum(widths), k, scale=k**-0.5) for _, k, widths in GEMMS) for _ in range(DISTINCT_LAYERS)
-        ))  # fmt: skip
+        ))
 
     def step(self, layer: Callable[[int, int, torch.Tensor], object]) -> None:
         """Call `layer` for every GEMM of a step."""
@@ -114,7 +114,7 @@ class Pool:
         rotated = sum(facts[slot].rotated for slot in slots) * rows
         ranks = sum(max(facts[slot].rank, facts[slot].pair_rank if rows > 1 else 0) for slot in slots) * rows
         capacity = Capacity(tokens=len(slots) * rows, ranks=max(16, ranks), pairs=max(1, len(pairs)), rotated=rotated,
-                            prefill=rows > 1)  # fmt: skip
+                            prefill=rows > 1)
         self.buffers = StepBuffers(capacity, DEVICE)
         plan = plan_step([slot for slot in slots for _ in range(rows)], facts, pairs, capacity)
         self.buffers.fill(plan)
@@ -159,7 +159,7 @@ def vllm_step(base: Base, tenants: int, rank: int, xs: Sequence[torch.Tensor]) -
         [VllmLayer.random(ops, widths=w, inputs=k, max_loras=tenants, rank=rank, dtype=DTYPE, device=DEVICE)
          for _, k, w in GEMMS]
         for _ in range(DISTINCT_LAYERS)
-    ]  # fmt: skip
+    ]
     meta = ops.meta(torch.arange(tenants, dtype=torch.int32, device=DEVICE), tenants)
 
     def run(distinct: int, index: int, weight: torch.Tensor) -> None:
@@ -194,7 +194,7 @@ def launch_costs(base: Base) -> Mapping[str, float]:
     plain = dict.fromkeys(("lora", "ia3", "vera"), plain_ms(base, xs)) | {"oft": plain_ms(base, turned)}
     pools = {method: Pool([(method, 1)], pair_rank=16, block=8) for method in plain}
     costs = {method: (median_ms(lambda p=pool: base.step(p.layer(xs))) - plain[method]) / (LAYERS * len(GEMMS))
-             for method, pool in pools.items()}  # fmt: skip
+             for method, pool in pools.items()}
     return {**costs, "dora": costs["lora"]}
 
 
@@ -236,7 +236,7 @@ def measure(
         errors.append(abs(told / added - 1))
         rows[name] = {"step_ms": step, "added_ms": added, "floor_ms": floor, "model_ms": told, "bytes": pool.bytes}
         print(f"  {name:18s} step {step:6.3f}  added {added:6.3f}  floor {floor:5.3f}  "
-              f"model {told:5.3f}  {pool.bytes / 1e6:7.1f} MB", flush=True)  # fmt: skip
+              f"model {told:5.3f}  {pool.bytes / 1e6:7.1f} MB", flush=True)
         del pool
         torch.cuda.empty_cache()
     rows["model_error"] = statistics.median(errors)
@@ -262,7 +262,7 @@ def main() -> None:
     costs, times = launch_costs(base), read_times(median_ms, DEVICE)
     print("reading alone, us: " + ", ".join(f"{n / 1e6:.1f} MB {times(n) * 1e3:.1f}" for n in (1e6, 4e6, 16e6, 64e6)))
     print("kernels of one GEMM with next to nothing to move, us: "
-          + ", ".join(f"{method} {cost * 1e3:.1f}" for method, cost in costs.items()))  # fmt: skip
+          + ", ".join(f"{method} {cost * 1e3:.1f}" for method, cost in costs.items()))
     model = Model(read=times, costs=costs)
     sizes = {str(n): measure(base, n, read, launch, model, with_vllm=with_vllm) for n in options.tenants}
     result = {

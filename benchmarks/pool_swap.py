@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from scute_compile.runtime_min.image import AdapterImage
-from scute_compile.runtime_min.record import PAGE_BYTES, Field
-from scute_compile.runtime_min.resident_pool import ResidentPool
-from scute_compile.runtime_min.tenants import LLAMA_8B, SiteSlot, pair_of, sites_of, tenant
+from scute_compile.runtime_min.pool.directory import PAGE_BYTES, Field
+from scute_compile.runtime_min.pool.packed_adapter import AdapterImage
+from scute_compile.runtime_min.pool.resident_pool import ResidentPool
+from tests.support.drawn_adapters import LLAMA_8B, SiteSlot, pair_of, sites_of, tenant
 
 DTYPE = torch.bfloat16
 PAIR_RANK = 256
@@ -174,7 +174,7 @@ def overlap(sites: Sequence[SiteSlot], device: torch.device, repeats: int) -> Ro
     alone = timed(lambda: step(prefetch=False), device, repeats)
     together = timed(lambda: step(prefetch=True), device, repeats)
     copied = timed(lambda: pool.memory.write_image(made[0].buffer, torch.arange(made[0].pages, dtype=torch.int32), 0),
-                   device, repeats)  # fmt: skip
+                   device, repeats)
     return {"step_seconds": alone, "with_prefetch_seconds": together, "image_seconds": copied}
 
 
@@ -186,7 +186,7 @@ def tenants(sites: Sequence[SiteSlot], device: torch.device, count: int) -> Row:
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     pool = ResidentPool(
         sites, num_pages=pages, slots=2 * count, dtype=DTYPE, device=device, map_entries=pages, shared_pages=factors
-    )  # fmt: skip
+    )
     allocated = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
     names = {f"{method}-{number}": of[number % DISTINCT] for method, of in made.items() for number in range(count)}
     for name, image in names.items():

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from decode_step import DEVICE, DISTINCT_LAYERS, DTYPE, GEMMS, SITES, Base, Pool, median_ms, normal
 
-from scute_compile.runtime_min import launch
-from scute_compile.runtime_min.step_form import Gemm
+from scute_compile.runtime_min.step import launch
+from scute_compile.runtime_min.step.arguments import Gemm
 
 FIRSTS = (0, 3, 4, 6)
 POOLS = {
     "lora": ("lora",), "dora": ("dora",), "ia3": ("ia3",), "oft": ("oft",), "vera": ("vera",),
     "all five": ("lora", "dora", "ia3", "vera", "oft"),
-}  # fmt: skip
+}
 Layer = Callable[[int, int, torch.Tensor], object]
 
 
@@ -49,7 +49,7 @@ def vllm_ms(base: Base, adapters: int, rows: int, xs: Sequence[torch.Tensor]) ->
         [VllmLayer.random(ops, widths=w, inputs=k, max_loras=adapters, rank=16, dtype=DTYPE, device=DEVICE)
          for _, k, w in GEMMS]
         for _ in range(DISTINCT_LAYERS)
-    ]  # fmt: skip
+    ]
     meta = ops.meta(torch.arange(adapters, dtype=torch.int32, device=DEVICE).repeat_interleave(rows), adapters)
 
     def run(distinct: int, index: int, weight: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ def scaled_expands(adapters: int, rows: int, xs: Sequence[torch.Tensor], rounds:
     plain, scaled = (Pool([(method, 16)] * adapters, rows=rows) for method in ("lora", "dora"))
     times = [(expand_ms(plain, xs), expand_ms(scaled, xs)) for _ in range(rounds)]
     return {"lora": statistics.median(a for a, _ in times), "dora": statistics.median(b for _, b in times),
-            "with scale": statistics.median(b / a for a, b in times)}  # fmt: skip
+            "with scale": statistics.median(b / a for a, b in times)}
 
 
 def rotation(pool: Pool, xs: Sequence[torch.Tensor]) -> list[dict[str, float]]:
@@ -131,7 +131,7 @@ def main() -> None:
     print(f"  expand alone {expands['lora']:.3f} ms, with output scale {expands['with scale']:.3f} times")
     for row in result["rotation"]:  # type: ignore[attr-defined] # a list of rows
         print(f"  rotation, {row['inputs']} inputs: {row['MB']:.0f} MB in {row['ms']:.3f} ms, "
-              f"{row['of copy']:.2f} of a copy's rate")  # fmt: skip
+              f"{row['of copy']:.2f} of a copy's rate")
     if (Path(__file__).parent.parent / ".vllm_ops").is_dir():
         step = vllm_ms(base, options.adapters, each, xs)
         result["vllm lora"] = {"ms": step, "added_ms": step - plain}

@@ -17,9 +17,10 @@ import torch
 import transformers
 from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 
-from scute_compile.commands import compile_adapters
-from scute_compile.runtime_min.verification import load_model
-from scute_compile.target import DType, LoraSharding, Target
+from scute_compile.driver.commands import compile_adapters
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.target import LoraSharding, Target
+from scute_compile.runtime_min.base_model import load_model
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -47,7 +48,7 @@ def tiny(ranks: int) -> Shapes:
     return Shapes(
         hidden=32 * ranks, inner=80 * ranks, heads=2 * ranks, kv_heads=ranks, vocabulary=128, dtype="float32", rank=4,
         vera_rank=16, block=8,
-    )  # fmt: skip
+    )
 
 
 def write_base(shapes: Shapes, folder: Path) -> None:
@@ -56,7 +57,7 @@ def write_base(shapes: Shapes, folder: Path) -> None:
         hidden_size=shapes.hidden, intermediate_size=shapes.inner, num_attention_heads=shapes.heads,
         num_key_value_heads=shapes.kv_heads, num_hidden_layers=shapes.layers, vocab_size=shapes.vocabulary,
         max_position_embeddings=4096, tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     with _quiet(), torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model = model.to(getattr(torch, shapes.dtype)).to_empty(device="cpu")
@@ -139,7 +140,7 @@ def compile_all(base: Path, adapters: Path, store: Path, *, tp: int, sharding: L
 
 def peft_logprobs(
     base: Path, adapter: Path | None, ids: torch.Tensor, device: torch.device, *, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return log-probabilities `(rows, tokens, vocabulary)` of a model in `dtype`; of the base without an adapter."""
     with _quiet():
         model: Any = load_model(base, dtype)

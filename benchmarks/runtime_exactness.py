@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file
 from vllm_exactness import prompts
 
-from scute_compile.runtime_min.served_model import ServedModel
+from scute_compile.runtime_min.model.served_model import ServedModel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -58,7 +58,7 @@ def measure(work: Path, dtype: str) -> list[dict[str, object]]:
         errors = {form: (one[mine] - exact).abs().mean().item() for form, one in said.items()}
         table.append({"adapter": name, "effect": effect, "peft": own / effect,
                       **{form: error / effect for form, error in errors.items()},
-                      "ratio": max(errors.values()) / own if own else None})  # fmt: skip
+                      "ratio": max(errors.values()) / own if own else None})
     return table
 
 

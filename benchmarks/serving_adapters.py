@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from scute_compile.commands import compile_adapters
+from scute_compile.driver.commands import compile_adapters
 from scute_compile.formats.manifest import manifest_digest
-from scute_compile.runtime_min.tenants import Shape, sites_of
-from scute_compile.target import DType, Target
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.target import Target
+from tests.support.drawn_adapters import Shape, sites_of
 
 SHARED_RANK, BLOCK = 256, 32
 PREFIX = "base_model.model."
@@ -41,7 +42,7 @@ def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32
         "vocab_size": vocabulary, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
         "tie_word_embeddings": False, "dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_theta": 10000.0,
         "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -49,7 +50,7 @@ def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32
 def write_adapters(folder: Path, shape: Shape) -> Mapping[str, Path]:
     """Write one PEFT folder per method, and a LoRA of rank 64."""
     made = {"lora": _lora(shape, 16), "lora-64": _lora(shape, 64), "ia3": _ia3(shape), "vera": _vera(shape),
-            "oft": _oft(shape)}  # fmt: skip
+            "oft": _oft(shape)}
     for name, (config, tensors) in made.items():
         target = folder / name
         target.mkdir(parents=True, exist_ok=True)
@@ -98,7 +99,7 @@ Folder = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 def _config(method: str, targets: list[str], **fields: object) -> dict[str, Any]:
     return {"peft_type": method, "task_type": "CAUSAL_LM", "target_modules": targets, "base_model_name_or_path": "",
-            "peft_version": "0.21.2", **fields}  # fmt: skip
+            "peft_version": "0.21.2", **fields}
 
 
 def _targets(shape: Shape) -> list[str]:

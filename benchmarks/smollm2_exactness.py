@@ -29,9 +29,10 @@ import transformers
 from peft import AdaLoraConfig, IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 
 from scute_compile.diagnostics import ScuteError
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.target import Target
 from scute_compile.pipeline import compile_planned, open_model, plan
-from scute_compile.runtime_min.verification import verify
-from scute_compile.target import DType, Target
+from scute_compile.runtime_min.oracle.verification import verify
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 AIMS = {"float32": 5e-5, "bfloat16": 2.5e-2, "ratio": 1.2, "light": 1e-3}
@@ -272,7 +273,7 @@ def measure_light(base: Path, work: Path, tokens: int, steps: int, rate: float) 
     row: dict[str, object] = {
         "rate": rate, "steps": steps, "effect": oracle.effect,
         "ds root mean square": spread.square().mean().sqrt().item(), "ds largest": spread.abs().max().item(),
-    }  # fmt: skip
+    }
     row |= {name: oracle.error(change) for name, change in kinds.items()}
     for dtype in ("bfloat16", "float32"):
         artifact = compile_as(adapter, base, work / "store", 1, dtype)

@@ -122,7 +122,7 @@ def moved(methods: Sequence[tuple[str, int]], gemm: Gemm, *, pair_rank: int, blo
         expand=size * (
             (ranks + own["dora"] + own["vera"] + shared) * outputs + own["ia3"] * sum(widths[1:])  # k, v and up
         ),
-    )  # fmt: skip
+    )
 
 
 def modelled_ms(traffic: Sequence[Moved], methods: Sequence[str], read: ReadTimes, costs: Mapping[str, float]) -> float:

@@ -29,15 +29,15 @@ from step_timing import timed
 from torch.multiprocessing.spawn import start_processes
 
 from scute_compile.formats.artifact import open_artifact
-from scute_compile.model import Split
-from scute_compile.runtime_min.distributed_layers import RankModel
-from scute_compile.runtime_min.load_time_norms import shard_scale
-from scute_compile.runtime_min.rank_group import Purpose, RankGroup, Traffic
-from scute_compile.runtime_min.served_model import ServedModel
-from scute_compile.runtime_min.served_ranks import serve_rank
-from scute_compile.runtime_min.site_slots import take
-from scute_compile.runtime_min.verification import load_model
-from scute_compile.target import LoraSharding
+from scute_compile.ir.linear import Split
+from scute_compile.ir.target import LoraSharding
+from scute_compile.runtime_min.base_model import load_model
+from scute_compile.runtime_min.model.ranks import serve_rank
+from scute_compile.runtime_min.model.served_model import ServedModel
+from scute_compile.runtime_min.ranks.distributed_layers import RankModel
+from scute_compile.runtime_min.ranks.group import Purpose, RankGroup, Traffic
+from scute_compile.runtime_min.ranks.load_time_norms import shard_scale
+from scute_compile.runtime_min.reference import take
 
 FIVE = ("lora-a", "dora", "ia3", "vera-a", "oft-a")
 CUDA = torch.cuda.is_available()
@@ -133,7 +133,7 @@ def pooled(
     served, ranks = serve_rank(
         run.model(rank, attention), lora_sharding=LoraSharding(layout), slots=slots,
         num_pages=64 + files * slots // 2048, max_tokens=tokens, max_rows=rows, shared_pages=65536 if CUDA else 1024,
-    )  # fmt: skip
+    )
     return served, ranks.traffic
 
 
@@ -143,7 +143,7 @@ def pooled_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Ten
     served, traffic = pooled(
         run, rank, size, layout, slots=max(len(NINE) + 1, run.tenants), tokens=ids.numel(),
         rows=max(len(ids), run.tenants),
-    )  # fmt: skip
+    )
     for name in (*NINE, "attention"):
         served.load(name, run.store(layout, size) / name)
     found = torch.log_softmax(served.forward(ids, adapters=[*NINE, None]).logits.float(), -1).cpu()
@@ -185,7 +185,7 @@ def steps(run: Run, rank: int, size: int) -> dict[str, object]:
     for layout in layouts:
         served, _ = pooled(
             run, rank, size, layout, slots=run.tenants, tokens=run.tenants, rows=run.tenants, attention="sdpa"
-        )  # fmt: skip
+        )
         for pool, names in (("base", []), ("plain LoRA", lora), ("five methods", five)):
             for i, name in enumerate(names):
                 served.load(f"{name} {i}", run.store(layout, size) / name)
@@ -217,7 +217,7 @@ def prepare(run: Run) -> None:
     write_adapters(run.shapes, run.base, run.work / "adapters")
     for size, layout in {(1, "default"), *((run.ranks, layout) for layout in ("default", "full") if run.ranks > 1)}:
         compile_all(run.base, run.work / "adapters", run.store(layout, size), tp=size, sharding=LoraSharding(layout),
-                    dtype=run.shapes.dtype)  # fmt: skip
+                    dtype=run.shapes.dtype)
     dora = run.work / "dora-alone"
     dora.mkdir()
     (dora / "dora").symlink_to(run.work / "adapters" / "dora")
@@ -239,10 +239,10 @@ def compared(run: Run) -> list[dict[str, object]]:
         rounded = peft_logprobs(
             run.base, None if name == "base" else run.work / "adapters" / name, ids[row : row + 1], device,
             dtype=getattr(torch, run.shapes.dtype),
-        )[0]  # fmt: skip
+        )[0]
         found = {"adapter": name, "effect": effect, f"PEFT in {run.shapes.dtype}": _error(rounded, theirs, effect),
                  "one rank": _error(one["default"][row], theirs, effect),
-                 "one rank, pool": _error(one["default, pool"][row], theirs, effect)}  # fmt: skip
+                 "one rank, pool": _error(one["default, pool"][row], theirs, effect)}
         for layout, answers in many.items():
             found[layout] = _error(answers[row], theirs, effect)
             own = one["default, pool" if layout.endswith("pool") else "default"][row]
@@ -268,7 +268,7 @@ def communication(run: Run, facts: dict[str, dict[str, dict[str, float]]]) -> li
             base = share * sent[Purpose.BASE]
             rows.append({"adapter": name, "layout": layout, "base bytes": base, "adapter bytes":
                          sent[Purpose.ADAPTERS], "ratio": sent[Purpose.ADAPTERS] / base,
-                         "S-LoRA's": formula if layout.startswith("full") else 0.0})  # fmt: skip
+                         "S-LoRA's": formula if layout.startswith("full") else 0.0})
     return rows
 
 
@@ -306,7 +306,7 @@ def main() -> None:
         run = Run(
             work=(options.work or Path(folder)).resolve(), shapes=shapes, ranks=options.ranks, tokens=options.tokens,
             tenants=options.tenants, repeats=options.repeats,
-        )  # fmt: skip
+        )
         run.work.mkdir(parents=True, exist_ok=True)
         prepare(run)
         for size in sorted({1, run.ranks}):
@@ -317,7 +317,7 @@ def main() -> None:
         errors, sent = compared(run), communication(run, facts[run.ranks])
     pools = [{"pool": pool, "1 rank ms": facts[1]["steps"].get(pool, {}).get("ms", "-"),
               f"{run.ranks} ranks ms": step["ms"], "graph": str(step["graph"])}
-             for pool, step in facts[run.ranks]["steps"].items()]  # fmt: skip
+             for pool, step in facts[run.ranks]["steps"].items()]
     console.print(f"{machine}, torch {torch.__version__}, {asdict(shapes)}")
     show("mean error of log-probabilities over the adapter's mean effect, against PEFT in float32", errors, console)
     if run.ranks > 1:
@@ -328,7 +328,7 @@ def main() -> None:
     if options.json:
         result = {"machine": machine, "torch": torch.__version__, "shapes": asdict(shapes), "errors": errors,
                   "communication": sent, "dora scale error": facts[run.ranks].get("dora scale error"),
-                  "steps": {str(size): found["steps"] for size, found in facts.items()}}  # fmt: skip
+                  "steps": {str(size): found["steps"] for size, found in facts.items()}}
         options.json.write_text(json.dumps(result, indent=1))
 
 

@@ -58,15 +58,16 @@ def prepare(work: Path, tp: int) -> None:
     import transformers
     from peft import PeftModel, get_peft_model
 
-    from scute_compile.commands import compile_adapters
+    from scute_compile.driver.commands import compile_adapters
     from scute_compile.formats.artifact_tensors import TORCH_DTYPES
-    from scute_compile.target import DType, Target
+    from scute_compile.ir.dtypes import DType
+    from scute_compile.ir.target import Target
 
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
         head_dim=64, vocab_size=512, max_position_embeddings=256, tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(work / "base")
 
     def base(dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers' own
@@ -89,7 +90,7 @@ def prepare(work: Path, tp: int) -> None:
             (outcome,) = compile_adapters(
                 [str(work / "adapters" / name)], str(work / "base"), Target(tp=tp, dtype=dtype), work / dtype.value,
                 name=name, quiet=True,
-            )  # fmt: skip
+            )
             if not outcome.artifact:
                 raise SystemExit(f"{name}: {[item.found for item in outcome.findings]}")
     flat = {f"{name}/{kind}": value.contiguous() for name, said in expected.items() for kind, value in said.items()}
@@ -128,7 +129,7 @@ def measure(work: Path, dtype: str, tp: int, out: Path | None) -> None:
     options: dict[str, Any] = {"enforce_eager": True}
     if gpu:
         options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3, "max_num_batched_tokens": 2048,
-                   "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": [1, 64]}}  # fmt: skip
+                   "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": [1, 64]}}
     stored = load_file(work / "expected.safetensors")
     names: list[str] = json.loads((work / "names.json").read_text())
     expected = {name: {kind: stored[f"{name}/{kind}"] for kind in ("float32", "bfloat16")} for name in names}
@@ -136,7 +137,7 @@ def measure(work: Path, dtype: str, tp: int, out: Path | None) -> None:
         str(work / "base"), skip_tokenizer_init=True, dtype=dtype, enable_lora=True, max_loras=len(names),
         max_lora_rank=16, tensor_parallel_size=tp, max_model_len=256, max_num_seqs=64,
         enable_prefix_caching=False, **options,
-    )  # fmt: skip
+    )
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=TOP, detokenize=False)
     asked, requests = [], []
     for prompt in prompts():
@@ -194,7 +195,7 @@ def _row(name: str, answers: Sequence[Any], expected: Mapping[str, Mapping[str, 
             effects.append(abs((exact - base)[number, token].item()))
     error, own, effect = (sum(values) / len(values) for values in (errors, peft, effects))
     return {"adapter": name, "error": error, "effect": effect, "peft": own, "ratio": error / own if own else None,
-            "tokens": tokens}  # fmt: skip
+            "tokens": tokens}
 
 
 if __name__ == "__main__":

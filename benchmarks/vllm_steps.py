@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scute_compile.runtime_min.tenants import LLAMA_8B, Shape
+from tests.support.drawn_adapters import LLAMA_8B, Shape
 
 SHAPES = {"llama-3.1-8b": (LLAMA_8B, 32), "tiny": (Shape(hidden=128, keys=64, inner=256, layers=2), 4)}
 MIXED = ("lora", "dora", "ia3", "vera", "oft")
@@ -51,7 +51,7 @@ ENGINES = (
     Engine(name="plugin, ranks up to 16", plugin=True, max_rank=16, mixes={
         "base": (), "stock folders": ("folder:lora",), "lora": ("lora",), "dora": ("dora",),
         "without vera": WITHOUT_VERA, "five methods": MIXED}),
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def run_engines(chosen: argparse.Namespace, numbers: Sequence[int], gpu: int) ->
         done = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--engine", str(number)], env=environment, check=False,
             stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        )
         found = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
         rows += found or [{"engine": engine.name, "mix": f"failed, status {done.returncode}", "ms": None}]
     return rows
@@ -129,13 +129,13 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
     if gpu:
         sizes = [1, chosen.tenants]
         options |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.8,
-                    "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": sizes}}  # fmt: skip
+                    "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": sizes}}
     llm = LLM(
         str(chosen.work / "base"), load_format="dummy", skip_tokenizer_init=True, enable_lora=True,
         max_loras=chosen.tenants, max_lora_rank=engine.max_rank, max_model_len=512, max_num_batched_tokens=2048,
         max_num_seqs=max(32, chosen.tenants),
         enable_prefix_caching=False, **options,
-    )  # fmt: skip
+    )
     short, long, tries = (16, 80, 5) if gpu else (2, 4, 1)
 
     def seconds(tokens: int, requests: list[Any]) -> float:

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from scute_compile.runtime_min.continuous_batch import ContinuousBatch
-from scute_compile.runtime_min.queue_policy import Policy
-from scute_compile.runtime_min.served_model import ServedModel
-from scute_compile.runtime_min.tickets import Request
+from scute_compile.runtime_min.batching.continuous_batch import ContinuousBatch
+from scute_compile.runtime_min.batching.policy import Policy
+from scute_compile.runtime_min.batching.requests import Request
+from scute_compile.runtime_min.model.served_model import ServedModel
 
 
 def main(base: Path, store: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from scute_compile.runtime_min.adapted_model import AdaptedModel
+from scute_compile.runtime_min.oracle.adapted_model import AdaptedModel
 
 
 def main(folder: Path) -> None:

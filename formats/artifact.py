@@ -15,8 +15,7 @@ from typing import NoReturn, cast
 
 from pydantic import JsonValue, ValidationError
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings, ScuteError, fail
+from scute_compile.diagnostics import Code, Findings, ScuteError, fail
 from scute_compile.formats.layout import SAFETENSORS_NAMES, file_layout
 from scute_compile.formats.manifest import (
     MAJOR,
@@ -29,7 +28,7 @@ from scute_compile.formats.manifest import (
     manifest_digest,
 )
 from scute_compile.formats.reading import exists, opened, read_object
-from scute_compile.formats.safetensors_file import TensorEntry, read_header
+from scute_compile.formats.safetensors import TensorEntry, read_header
 from scute_compile.formats.safetensors_writer import sha256_of
 
 MANIFEST = "manifest.json"

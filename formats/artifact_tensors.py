@@ -14,13 +14,12 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import ScuteError, fail
+from scute_compile.diagnostics import Code, ScuteError, fail
 from scute_compile.formats.artifact import FACTOR_TENSOR, Artifact, factor_hash_prefix
 from scute_compile.formats.layout import SAFETENSORS_NAMES
 from scute_compile.formats.reading import file_size, opened
-from scute_compile.formats.safetensors_file import header_length, parse_header, read_exactly
-from scute_compile.target import DType
+from scute_compile.formats.safetensors import header_length, parse_header, read_exactly
+from scute_compile.ir.dtypes import DType
 
 TORCH_DTYPES: Mapping[DType, torch.dtype] = {
     DType.FLOAT32: torch.float32,
@@ -104,7 +103,7 @@ def _finite(artifact: Artifact, tensors: Mapping[str, torch.Tensor]) -> Mapping[
             fail(
                 Code.SC309, where=f"{artifact.manifest.name}: {key}", found=f"values from {low} to {high}",
                 expected="finite numbers", next="compile the adapter again; don't load artifacts of unknown origin",
-            )  # fmt: skip
+            )
     return tensors
 
 
@@ -126,9 +125,9 @@ def _refuse_other(artifact: Artifact, code: Code, path: Path, found: str, *, exp
         fail(
             Code.SC603, where=str(artifact.path), found="another artifact under this name than the one that was opened",
             expected=f"the artifact of digest {artifact.manifest.digest}", next="load the artifact again",
-        )  # fmt: skip
+        )
     fail(
         code, where=f"{artifact.manifest.name}: {path.name}", found=found,
         expected=expected or "the file that the manifest describes",
         next="the file was changed or damaged: copy the store again, or compile the adapter again",
-    )  # fmt: skip
+    )

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings, ScuteError, fail
+from scute_compile.diagnostics import Code, Findings, ScuteError, fail
 from scute_compile.formats.hub import find_repository, looks_like_id
 from scute_compile.formats.reading import names_in, read_object
-from scute_compile.formats.safetensors_file import Floats, TensorEntry, read_header, read_rows, read_tensor
+from scute_compile.formats.safetensors import Floats, TensorEntry, read_header, read_rows, read_tensor
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

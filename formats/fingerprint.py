@@ -9,9 +9,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from scute_compile.expressions import Shape
 from scute_compile.formats.base_checkpoint import BaseCheckpoint
-from scute_compile.formats.safetensors_file import TensorEntry, read_spans
+from scute_compile.formats.safetensors import TensorEntry, read_spans
+from scute_compile.ir.expressions import Shape
 
 SAMPLE_BYTES = 4096
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import ScuteError, fail
-from scute_compile.formats.safetensors_file import TensorEntry, header_length, parse_header
+from scute_compile.diagnostics import Code, ScuteError, fail
+from scute_compile.formats.safetensors import TensorEntry, header_length, parse_header
 
 _ID = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _PARALLEL = 8

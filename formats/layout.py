@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from scute_compile.expressions import Ranges, Shape, width
 from scute_compile.formats.manifest import SiteRecord, TermRecord
-from scute_compile.ir import RotationKind
-from scute_compile.target import DType
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.expressions import Ranges, Shape, width
+from scute_compile.ir.program import RotationKind
 
 SAFETENSORS_NAMES: Mapping[DType, str] = {DType.FLOAT32: "F32", DType.BFLOAT16: "BF16", DType.FLOAT16: "F16"}
 """How safetensors spells the dtypes of artifacts."""

@@ -17,10 +17,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from scute_compile.expressions import Ranges, width
-from scute_compile.ir import RotationKind
-from scute_compile.model import Split
-from scute_compile.target import DType, LoraSharding
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.expressions import Ranges, width
+from scute_compile.ir.linear import Split
+from scute_compile.ir.program import RotationKind
+from scute_compile.ir.target import LoraSharding
 
 MAJOR, MINOR = 1, 1
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings, ScuteError, fail
+from scute_compile.diagnostics import Code, Findings, ScuteError, fail
 from scute_compile.formats.artifact import MANIFEST, is_artifact
 from scute_compile.formats.base_checkpoint import CONFIG as MODEL_CONFIG
 from scute_compile.formats.hub import Repository, find_repository, looks_like_id
 from scute_compile.formats.reading import exists, names_in, read_object
-from scute_compile.formats.safetensors_file import TensorEntry, read_header
+from scute_compile.formats.safetensors import TensorEntry, read_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

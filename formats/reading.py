@@ -12,8 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NoReturn
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import fail
+from scute_compile.diagnostics import Code, fail
 
 JSON_LIMIT = 100_000_000
 """Bytes of JSON that are read at most; safetensors sets the same limit for its header."""

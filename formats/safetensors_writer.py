@@ -18,11 +18,10 @@ from typing import NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import fail
-from scute_compile.expressions import Shape
+from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.reading import opened
-from scute_compile.formats.safetensors_file import BITS, TensorEntry
+from scute_compile.formats.safetensors import BITS, TensorEntry
+from scute_compile.ir.expressions import Shape
 
 Raw = bytes | bytearray | memoryview | npt.NDArray[np.generic]
 """Anything with contiguous bytes; arrays are written as they lie in memory, little-endian."""

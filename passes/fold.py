@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scute_compile.expressions import Add, AsStored, Expression, Multiply, Ref, Subtract
-from scute_compile.ir import Action, Note, Owner, Program, Site, Stage, Term
+from scute_compile.ir.expressions import Add, AsStored, Expression, Multiply, Ref, Subtract
+from scute_compile.ir.program import Action, Note, Owner, Program, Site, Stage, Term
 from scute_compile.passes.rewrites import TERM_REWRITES
 from scute_compile.passes.values import Facts, is_ones, is_zero
 
@@ -62,7 +62,7 @@ def fold_term(term: Term, site: Site, suffix: str, notes: list[Note]) -> Term:
 
 def _note(site: Site, slot: str, action: Action, rule: str, term: Term, why: str) -> Note:
     return Note(site=site.name, slot=slot, action=action, rule=rule, why=why,
-                neighbours=(("A", term.a.owner), ("B", term.b.owner)))  # fmt: skip
+                neighbours=(("A", term.a.owner), ("B", term.b.owner)))
 
 
 def _fold_slots(site: Site, facts: Facts, notes: list[Note]) -> Site:

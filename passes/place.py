@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from scute_compile.expressions import Add, Concatenate, Expression, Fill, Multiply, Subtract
-from scute_compile.ir import Action, Note, Owner, Program, RotationKind, Site, Stage, Term
-from scute_compile.model import Linear
+from scute_compile.ir.expressions import Add, Concatenate, Expression, Fill, Multiply, Subtract
+from scute_compile.ir.linear import Linear
+from scute_compile.ir.program import Action, Note, Owner, Program, RotationKind, Site, Stage, Term
 
 RULE = "input vector of a product -> output vector of its plain factor"
 
@@ -42,7 +42,7 @@ def place(program: Program, linears: Mapping[str, Linear]) -> Program:
                 site=site.name, slot="R", action=Action.MOVED, rule=RULE,
                 neighbours=(("W", Owner.BASE),), why=f"computed as s of {target.name}: (g * u) * l = g * (u * l)",
             )
-        )  # fmt: skip
+        )
     ordered = tuple(sites[name] for name in linears if name in sites)
     return replace(program, sites=ordered, notes=program.notes + tuple(notes), stage=Stage.PLACED)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from scute_compile.expressions import Expression, Fill, Scale, ScaleColumns, ScaleRows
-from scute_compile.ir import Factor, Owner, Term
+from scute_compile.ir.expressions import Expression, Fill, Scale, ScaleColumns, ScaleRows
+from scute_compile.ir.program import Factor, Owner, Term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

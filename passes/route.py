@@ -1,7 +1,7 @@
 """Give each live slot the route that costs least for the target's workload, and keep what the others would cost.
 
 The number beside a route is bytes per step, launches included at what memory would move in their time
-(`scute_compile.candidates`). The choice for R is made for a fused GEMM as a whole, so its numbers are the GEMM's.
+(`scute_compile.passes.route_costs`). The choice for R is made for a fused GEMM as a whole, so its numbers are the GEMM's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from scute_compile.candidates import (
+from scute_compile.base.structure import ModelStructure
+from scute_compile.ir.expressions import width
+from scute_compile.ir.linear import Linear, TermCut
+from scute_compile.ir.program import Action, Note, Owner, Program, Route, RouteChoice, Site, Stage
+from scute_compile.ir.target import Target, Workload
+from scute_compile.passes.route_costs import (
     Candidate,
     SiteShape,
     TermShape,
@@ -23,10 +28,6 @@ from scute_compile.candidates import (
     scale_candidates,
     shift_candidates,
 )
-from scute_compile.expressions import width
-from scute_compile.ir import Action, Note, Owner, Program, Route, RouteChoice, Site, Stage, TermCut
-from scute_compile.model import Linear, ModelStructure
-from scute_compile.target import Target, Workload
 
 _BASE_ONLY = (("W", Owner.BASE),)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from scute_compile.expressions import ColumnNorm, Expression
-from scute_compile.ir import Action, Note, Owner, Program, Site, Stage
+from scute_compile.ir.expressions import ColumnNorm, Expression
+from scute_compile.ir.program import Action, Note, Owner, Program, Site, Stage
 
 TILE_VALUES = 1 << 19
 """Weights per tile: 2 MiB in float32, which stays in a core's cache between the product and the sum.

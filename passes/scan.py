@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from scute_compile.formats.peft_folder import CONFIG, WEIGHTS, AdapterFolder
 from scute_compile.formats.reading import opened
-from scute_compile.formats.safetensors_file import TensorEntry, decode, read_exactly
+from scute_compile.formats.safetensors import TensorEntry, decode, read_exactly
 from scute_compile.formats.safetensors_writer import sha256_of
 
 Words: TypeAlias = npt.NDArray[np.unsignedinteger]

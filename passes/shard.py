@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from scute_compile.codes import Code
-from scute_compile.cuts import advice, cut, cut_term, obstacle
-from scute_compile.diagnostics import Findings
-from scute_compile.ir import Cut, Program, RotationKind, Site, Stage
-from scute_compile.model import Split
-from scute_compile.target import LoraSharding, Target
+from scute_compile.base.cuts import advice, cut, cut_term, obstacle
+from scute_compile.diagnostics import Code, Findings
+from scute_compile.ir.linear import Cut, Split
+from scute_compile.ir.program import Program, RotationKind, Site, Stage
+from scute_compile.ir.target import LoraSharding, Target
 
 
 def shard(program: Program) -> Program:

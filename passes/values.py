@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from scute_compile.expressions import (
+from scute_compile.ir.expressions import (
     Expression,
     Fill,
     Multiply,

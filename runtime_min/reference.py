@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from scute_compile.ir import RotationKind
+from scute_compile.ir.expressions import Ranges
+from scute_compile.ir.program import RotationKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,3 +155,10 @@ def add_terms(y_TN: torch.Tensor, x_TK: torch.Tensor, terms: Iterable[TermSlots]
     for term in terms:
         y_TN = y_TN + expand(shrink(x_TK, term.a, term.d), term.b, term.e)
     return y_TN
+
+
+def take(tensor: torch.Tensor, axis: int, ranges: Ranges) -> torch.Tensor:
+    """Return the entries of one axis that lie in `ranges`; a view where one range says it all."""
+    if len(ranges) == 1:
+        return tensor.narrow(axis, ranges[0][0], ranges[0][1] - ranges[0][0])
+    return torch.cat([tensor.narrow(axis, start, stop - start) for start, stop in ranges], axis)

@@ -9,11 +9,12 @@ import torch
 
 from scute_compile.diagnostics import ScuteError
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
-from scute_compile.formats.folder_exchange import locked
+from scute_compile.formats.lock import locked
 from scute_compile.formats.safetensors_writer import sha256_of
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.target import Target
 from scute_compile.pipeline import compile_planned, open_model, plan
 from scute_compile.runtime_vllm.engine_base import EngineBase
-from scute_compile.target import DType, Target
 
 
 def compile_folder(adapter: Path, base: EngineBase, *, tp: int, dtype: torch.dtype, store: Path) -> Artifact:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from scute_compile.artifact_checks import other_base
 from scute_compile.diagnostics import Diagnostic, ScuteError
+from scute_compile.driver.artifact_checks import other_base
 from scute_compile.formats.artifact import Artifact
 from scute_compile.pipeline import OpenBase, open_model
 

@@ -11,12 +11,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import fail
-from scute_compile.runtime_min.leases import Lease
-from scute_compile.runtime_min.resident_pool import ResidentPool
-from scute_compile.runtime_min.step_form import Features, features_of, fixed_features
-from scute_compile.runtime_min.step_plan import WIDE_RANK, Capacity, StepBuffers, StepPlan, plan_step
+from scute_compile.diagnostics import Code, fail
+from scute_compile.runtime_min.pool.leases import Lease
+from scute_compile.runtime_min.pool.resident_pool import ResidentPool
+from scute_compile.runtime_min.step.arguments import Features, features_of, fixed_features
+from scute_compile.runtime_min.step.plan import WIDE_RANK, Capacity, StepBuffers, StepPlan, plan_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class EngineSteps:
                 Code.SC804, where="a step", found=f"{len(names)} tokens",
                 expected=f"at most {self.buffers[True].capacity.tokens}, the engine's max_num_batched_tokens",
                 next="start the engine with a larger max_num_batched_tokens",
-            )  # fmt: skip
+            )
         wanted = tuple(dict.fromkeys(name for name in names if name is not None))
         lease = self.pool.acquire(wanted) if wanted else None
         self.release()
@@ -139,7 +138,7 @@ class EngineSteps:
                 Code.SC703, where="a step", found=f"a layer with {rows} rows in a step of {self._tokens}",
                 expected="layers that see every token of the step",
                 next="report the model; adapters can't be served on it this way",
-            )  # fmt: skip
+            )
         if fixed:
             return buffers, self._most(rows, prefill=prefill, plain=plain)
         features = features_of(plan, whole_granules=True)

@@ -29,8 +29,8 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from scute_compile.runtime_min import ops
-from scute_compile.runtime_min.step_form import Gemm, PoolTensors
+from scute_compile.runtime_min.step import op as ops
+from scute_compile.runtime_min.step.arguments import Gemm, PoolTensors
 from scute_compile.runtime_vllm.graph_kinds import captures_plain
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MOST_SLICES = 3
 """Of one GEMM, in the kernels."""
 PLAIN_FORWARD = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear,
-                 RowParallelLinear)  # fmt: skip
+                 RowParallelLinear)
 """Classes whose own product is that of their quantization method; a subclass with another forward is called whole."""
 
 
@@ -159,7 +159,7 @@ class AdaptedLinear:
         if held is None or not (held.steps.adapted() or rehearsed):
             y = multiply(flat, biased=True)
         elif flat.is_cuda:
-            from scute_compile.runtime_min import launch
+            from scute_compile.runtime_min.step import launch
 
             if rehearsed:
                 buffers, variants = held.steps.rehearsal(len(flat))
@@ -190,7 +190,7 @@ def _tensors(steps: EngineSteps) -> PoolTensors:
     memory = steps.pool.memory
     return PoolTensors(
         pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared
-    )  # fmt: skip
+    )
 
 
 class _Replacing(AdaptedLinear):
@@ -199,12 +199,12 @@ class _Replacing(AdaptedLinear):
     @classmethod
     def can_replace_layer(
         cls, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Answer vLLM's question."""
         takes = super().can_replace_layer(  # type: ignore[misc] # vLLM's class, next in order
             source_layer=source_layer, lora_config=lora_config, packed_modules_list=packed_modules_list,
             model_config=model_config,
-        )  # fmt: skip
+        )
         return bool(takes) and len(packed_modules_list) <= MOST_SLICES
 
 
@@ -233,4 +233,4 @@ class AdaptedReplicated(_Replacing, ReplicatedLinearWithLoRA):
 
 
 ADAPTED = (AdaptedColumnParallel, AdaptedMergedColumn, AdaptedQKV, AdaptedMergedQKV, AdaptedRowParallel,
-           AdaptedReplicated)  # fmt: skip
+           AdaptedReplicated)

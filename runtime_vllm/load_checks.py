@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import fail
-from scute_compile.runtime_min.image import AdapterImage
-from scute_compile.runtime_min.record import PAGE_BYTES, Field, values_per_granule
-from scute_compile.runtime_min.resident_pool import ResidentPool
+from scute_compile.diagnostics import Code, fail
+from scute_compile.runtime_min.pool.directory import PAGE_BYTES, Field, values_per_granule
+from scute_compile.runtime_min.pool.packed_adapter import AdapterImage
+from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_vllm.options import MIB, Options
 from scute_compile.runtime_vllm.stock_lora import Module
 
@@ -22,18 +21,18 @@ def check_limits(image: AdapterImage, options: Options, *, max_rank: int, device
         _refuse_limit(
             image.name, f"rank {image.own_rank}", f"at most max_lora_rank, {max_rank}",
             "start the engine with a larger --max-lora-rank",
-        )  # fmt: skip
+        )
     pair_rank = max((pair.rank for pair in image.pairs), default=0)
     if pair_rank > options.pair_rank:
         _refuse_limit(
             image.name, f"shared factors of rank {pair_rank}", f"at most {options.pair_rank}",
             f"start the engine with SCUTE_VLLM_SHARED_RANK={pair_rank}",
-        )  # fmt: skip
+        )
     if image.rotated and not options.rotations:
         _refuse_limit(
             image.name, "rotations of the input", "an engine with room for them",
             "start the engine without SCUTE_VLLM_ROTATIONS=0",
-        )  # fmt: skip
+        )
     turned = image.records[:, Field.R_OFFSET] >= 0
     blocks = sorted(set(image.records[turned, Field.R_BLOCK].tolist()) - {1})
     step = values_per_granule(image.dtype)
@@ -42,7 +41,7 @@ def check_limits(image: AdapterImage, options: Options, *, max_rank: int, device
         _refuse_limit(
             image.name, f"rotation blocks of {odd[0]}", f"multiples of {step}, which captured steps can read",
             "train the adapter with larger blocks",
-        )  # fmt: skip
+        )
 
 
 def check_slots(image: AdapterImage, modules: Mapping[str, Module], sites: tuple[str, ...]) -> None:
@@ -58,12 +57,12 @@ def check_slots(image: AdapterImage, modules: Mapping[str, Module], sites: tuple
             _refuse_limit(
                 f"{image.name}: {site}", f"a rotation at a {kind} with {what}", "a layer with plain weights",
                 "serve the adapter on the unquantized base, or leave the layer out when training",
-            )  # fmt: skip
+            )
         if scaled and layer.bias_apart:
             _refuse_limit(
                 f"{image.name}: {site}", f"an output scale or shift at a {kind} that adds its bias later",
                 "a layer that adds its own bias", "leave the layer out when training",
-            )  # fmt: skip
+            )
 
 
 def check_fits(
@@ -86,13 +85,13 @@ def check_fits(
             found=f"{image.pages * PAGE_BYTES} bytes beside {sum(others) * PAGE_BYTES} of {len(others)} others",
             expected=f"at most {have * PAGE_BYTES} bytes for any {slots} adapters of one batch",
             next=f"start the engine with SCUTE_VLLM_POOL_MIB={-(-need * PAGE_BYTES // MIB)}, or fewer max_loras",
-        )  # fmt: skip
+        )
     pairs = {window.shared for one in (image, *images.values()) for window in one.pairs}
     if len(pairs) > options.pairs:
         _refuse_limit(
             image.name, f"{len(pairs)} pairs of shared factors with those of loaded adapters",
             f"at most {options.pairs}", f"start the engine with SCUTE_VLLM_SHARED_PAIRS={len(pairs)}",
-        )  # fmt: skip
+        )
     factors = {factor.key: factor.pages for one in (image, *images.values()) for factor in one.factors}
     shared = pool.stats().shared_pages
     if sum(factors.values()) > shared:
@@ -102,7 +101,7 @@ def check_fits(
             expected=f"at most {shared * PAGE_BYTES} bytes",
             next="start the engine with SCUTE_VLLM_SHARED_MIB="
             f"{-(-sum(factors.values()) * PAGE_BYTES // MIB)} or more",
-        )  # fmt: skip
+        )
 
 
 def refuse_engine(name: str, why: Any, next_step: str) -> None:

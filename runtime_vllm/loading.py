@@ -17,21 +17,20 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import get_adapter_absolute_path
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import ScuteError, fail
+from scute_compile.diagnostics import Code, ScuteError, fail
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
 from scute_compile.formats.artifact_tensors import TORCH_DTYPES
-from scute_compile.runtime_min.image import AdapterImage, FactorImage
-from scute_compile.runtime_min.image_reading import named_as_in, read_adapter
-from scute_compile.runtime_min.record import SiteSlot
-from scute_compile.runtime_vllm.adapter_slots import AdapterSlots
+from scute_compile.runtime_min.pool.directory import SiteSlot
+from scute_compile.runtime_min.pool.packed_adapter import AdapterImage, FactorImage
+from scute_compile.runtime_min.pool.reading import named_as_in, read_adapter
+from scute_compile.runtime_vllm.adapter_manager import AdapterSlots
 from scute_compile.runtime_vllm.compile_on_load import compile_folder
 from scute_compile.runtime_vllm.engine_requests import digest_of
 from scute_compile.runtime_vllm.load_checks import check_fits, check_limits, check_slots, refuse_engine
 
 logger = logging.getLogger("vllm.scute")
 READ_PAST = ("rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora",
-             "use_qalora")  # fmt: skip
+             "use_qalora")
 """Fields of a LoRA's configuration that change what it computes."""
 CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq")
 """Ways to initialize a LoRA that train it beside other base weights than the base's."""
@@ -157,7 +156,7 @@ def check_matched(slots: AdapterSlots, model: Any, name: str) -> None:
             found=f"weights for {len(strays)} layers that the model doesn't have, such as {some}",
             expected="layers of the model, such as " + ", ".join(f"`{site.name}`" for site in slots.sites[:2]),
             next="serve the base that the adapter was trained on, or correct the prefix of its keys",
-        )  # fmt: skip
+        )
 
 
 def _from_artifact(slots: AdapterSlots, request: Any, artifact: Artifact) -> LoRAModel:
@@ -185,7 +184,7 @@ def read_image(slots: AdapterSlots, artifact: Artifact, name: str) -> AdapterIma
     return read_adapter(
         artifact, _named_as_in(artifact, slots), dtype, name=name, tp=slots.tp, rank=slots.rank,
         factors=factors, convert=exact, pin=slots.pool.memory.pin,
-    )  # fmt: skip
+    )
 
 
 def _named_as_in(artifact: Artifact, slots: AdapterSlots) -> list[SiteSlot]:
@@ -206,7 +205,7 @@ def _check_whole_steps(slots: AdapterSlots, request: Any) -> None:
         refuse_engine(
             request.lora_name, "an engine that splits its steps in microbatches",
             "start the engine without --enable-dbo and --ubatch-size",
-        )  # fmt: skip
+        )
 
 
 def _check_engine(slots: AdapterSlots, request: Any) -> None:
@@ -219,7 +218,7 @@ def _check_engine(slots: AdapterSlots, request: Any) -> None:
         refuse_engine(
             request.lora_name, "an engine with LoRA in the vision tower",
             "start the engine without enable_tower_connector_lora",
-        )  # fmt: skip
+        )
 
 
 def _check_same(slots: AdapterSlots, request: Any, path: str, now: str) -> None:
@@ -230,4 +229,4 @@ def _check_same(slots: AdapterSlots, request: Any, path: str, now: str) -> None:
             Code.SC603, where=path, found=f"an adapter of digest {now[:12]}",
             expected=f"{before[:12] if before else ''}, which was loaded under this name first",
             next="load it again with load_inplace, or under a new name; the older one is no longer on disk",
-        )  # fmt: skip
+        )

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import fail
+from scute_compile.diagnostics import Code, fail
 
 MIB = 1 << 20
 STORE = Path("~/.cache/scute/vllm")
@@ -72,5 +71,5 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
         fail(
             Code.SC703, where=name, found=repr(value), expected="a whole number from 1 on",
             next=f"set {name} to a number, or unset it",
-        )  # fmt: skip
+        )
     return int(value)

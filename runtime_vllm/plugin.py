@@ -29,7 +29,7 @@ def register() -> None:
         logger.error(
             "scute: this vLLM lacks what the plugin needs (%s); compiled adapters will not be served. Tested: %s",
             "; ".join(missing), ", ".join(TESTED),
-        )  # fmt: skip
+        )
         return
     try:
         _install()
@@ -84,7 +84,7 @@ def _install() -> None:
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     from scute_compile.runtime_vllm import engine_requests, logits
-    from scute_compile.runtime_vllm.adapter_slots import AdapterSlots
+    from scute_compile.runtime_vllm.adapter_manager import AdapterSlots
     from scute_compile.runtime_vllm.cpu_guard import guard
     from scute_compile.runtime_vllm.layers import ADAPTED, AdaptedLinear
     from scute_compile.runtime_vllm.loading import in_one_order, loading

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import fail
-from scute_compile.runtime_min.image import AdapterImage, SiteContent, pack_adapter
-from scute_compile.runtime_min.record import SiteSlot
+from scute_compile.diagnostics import Code, fail
+from scute_compile.runtime_min.pool.directory import SiteSlot
+from scute_compile.runtime_min.pool.packed_adapter import AdapterImage, SiteContent, pack_adapter
 from scute_compile.runtime_min.reference import SiteSlots, TermSlots
 from scute_compile.runtime_vllm.layers import AdaptedLinear
 
@@ -30,7 +29,7 @@ class Module:
 def image_of(
     name: str, loras: Mapping[str, Any], modules: Sequence[Module], sites: Sequence[SiteSlot], dtype: torch.dtype, *,
     pin: bool,
-) -> AdapterImage:  # fmt: skip
+) -> AdapterImage:
     """Lay out vLLM's LoRA weights of the wrapped layers.
 
     Args:
@@ -76,7 +75,7 @@ def _cut(layer: Any, given: Sequence[Any]) -> list[tuple[Any, Any]]:
 def _check_finite(tensor: torch.Tensor, where: str) -> None:
     if tensor.numel() and not all(bool(bound.isfinite()) for bound in torch.aminmax(tensor)):
         fail(Code.SC309, where=where, found="NaN or infinity", expected="finite numbers",
-             next="save the adapter again from a run that converged")  # fmt: skip
+             next="save the adapter again from a run that converged")
 
 
 def _scaled(b: torch.Tensor, scaling: float, dtype: torch.dtype, where: str) -> torch.Tensor:
@@ -87,5 +86,5 @@ def _scaled(b: torch.Tensor, scaling: float, dtype: torch.dtype, where: str) -> 
         fail(
             Code.SC320, where=where, found=f"values up to {float(exact.abs().max()):.3g} in B with its scale",
             expected=f"finite values in {str(dtype).removeprefix('torch.')}", next="serve in bfloat16 or float32",
-        )  # fmt: skip
+        )
     return rounded.T.contiguous()

@@ -2,7 +2,7 @@
 
 import sys
 
-from scute_compile.cli import main
+from scute_compile.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

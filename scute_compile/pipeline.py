@@ -12,15 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from scute_compile import __version__
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Diagnostic, Findings, ScuteError, fail
-from scute_compile.expressions import Ref, Source
+from scute_compile.base.structure import ModelStructure, build_structure
+from scute_compile.diagnostics import Code, Diagnostic, Findings, ScuteError, fail
 from scute_compile.formats.base_checkpoint import BaseCheckpoint, open_base
 from scute_compile.formats.fingerprint import content_hash, structure_hash
 from scute_compile.formats.peft_folder import AdapterFolder, open_adapter
-from scute_compile.formats.safetensors_file import read_blocks
-from scute_compile.ir import Program
-from scute_compile.model import ModelStructure
+from scute_compile.formats.safetensors import read_blocks
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.expressions import Ref, Source
+from scute_compile.ir.program import Program
+from scute_compile.ir.spec import verify
+from scute_compile.ir.target import Target
 from scute_compile.passes.fold import fold
 from scute_compile.passes.parse.checkpoint import parse
 from scute_compile.passes.parse.checks import NUMBERS
@@ -29,9 +31,6 @@ from scute_compile.passes.route import route
 from scute_compile.passes.scale import scale, site_expressions
 from scute_compile.passes.scan import Scan, scan
 from scute_compile.passes.shard import find_obstacles, shard
-from scute_compile.spec import verify
-from scute_compile.structure import build_structure
-from scute_compile.target import DType, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +72,21 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
     """
     if not source:
         fail(Code.SC401, where="--base", found="an empty name", expected="a folder or a Hub id",
-             next="name the base, or leave --base out for the adapter's own")  # fmt: skip
+             next="name the base, or leave --base out for the adapter's own")
     checkpoint = open_base(source, weights=weights)
     if checkpoint.quantized:
         fail(
             Code.SC404, where=source, found=f"quantization_config: {checkpoint.quantized}",
             expected="weights in float32, bfloat16 or float16",
             next="pass with --base the model that this one was quantized from",
-        )  # fmt: skip
+        )
     if checkpoint.tensors:
         tensors = {
             key: Ref(Source.BASE, key, stored.entry.shape, stored.entry.dtype)
             for key, stored in checkpoint.tensors.items()
         }
     else:
-        from scute_compile.config_only import structure_tensors
+        from scute_compile.base.config_only import structure_tensors
 
         if checkpoint.path is None:
             raise AssertionError(source)
@@ -121,7 +120,7 @@ def plan(source: str, base: OpenBase | None, target: Target, *, hash_files: bool
         return Planned(source=source, name=label, adapter=adapter, scan=None, program=None, findings=error.diagnostics)
     found = tuple(findings)
     return Planned(source=source, name=name or adapter.name, adapter=adapter, scan=scanned,
-                   program=replace(program, findings=found), findings=found)  # fmt: skip
+                   program=replace(program, findings=found), findings=found)
 
 
 def _rewrite(program: Program, scanned: Scan, base: OpenBase | None, findings: Findings) -> Program:
@@ -150,7 +149,7 @@ def _rewrite(program: Program, scanned: Scan, base: OpenBase | None, findings: F
         findings.note(
             Code.SC314, where="adapter", found="every B (or every slot) is zero or the identity: no effect",
             expected="a trained adapter", next="compiled all the same; it answers as the base does",
-        )  # fmt: skip
+        )
     if not base.checkpoint.tensors:
         _check_needs(program, findings)
     _check_numbers(program, findings)
@@ -177,7 +176,7 @@ def _check_numbers(program: Program, findings: Findings) -> None:
             found=f"{len(coded)} base tensors that are needed, such as `{ref.key}` in {ref.dtype}",
             expected="weights in float32, bfloat16 or float16",
             next="pass with --base the model that this one was quantized from",
-        )  # fmt: skip
+        )
 
 
 def _check_needs(program: Program, findings: Findings) -> None:
@@ -240,12 +239,12 @@ def compile_planned(
         Per adapter its folder, or what refused it.
     """
     try:
-        from scute_compile.passes.pack import Package, pack, read_norms
+        from scute_compile.pack.pack import Package, pack, read_norms
     except ModuleNotFoundError as error:
         fail(
             Code.SC701, where="compile", found=f"no module named {error.name!r}", expected="torch",
             next="`pip install torch peft`, or compile on another machine",
-        )  # fmt: skip
+        )
     identity = {"structure": base.structure_hash(), "content": content_hash(base.checkpoint)}
     packages = []
     for item in planned:

@@ -24,7 +24,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def base_folder(shared_folder: Path) -> Callable[[str], Path]:
     """Return the folder of a tiny base by name."""
-    from tests.bases import made_once, write_base
+    from tests.support.bases import made_once, write_base
 
     return lambda name: made_once(shared_folder / "bases" / name, lambda folder: write_base(name, folder))
 
@@ -32,7 +32,7 @@ def base_folder(shared_folder: Path) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def adapter_folder(shared_folder: Path) -> Callable[[str, str], Path]:
     """Return the folder of an adapter by recipe and base."""
-    from tests.adapters import adapter
+    from tests.support.adapters import adapter
 
     return lambda recipe, base: adapter(recipe, base, shared_folder / "bases", shared_folder / "adapters")
 

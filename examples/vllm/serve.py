@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from scute_compile.cli import main as scute
+from scute_compile.cli.app import main as scute
 
 STARTING = 600
 """Most seconds that the server may take to start."""
@@ -83,7 +83,7 @@ def _serving(base: str, artifacts: Mapping[str, str], log: Path) -> Iterator[int
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", base, "--served-model-name", "base",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
         "--max-num-seqs", "8", "--enable-lora", "--max-loras", str(max(1, len(artifacts))), "--max-lora-rank", "64",
-    ]  # fmt: skip
+    ]
     if artifacts:
         command += ["--lora-modules", *(f"{name}={path}" for name, path in artifacts.items())]
     print("$ python " + " ".join(command[1:]), flush=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from scute_compile.codes import Code
-from scute_compile.expressions import Reshape, Transpose
-from scute_compile.ir import Factor, Site, Term
+from scute_compile.diagnostics import Code
+from scute_compile.ir.expressions import Reshape, Transpose
+from scute_compile.ir.program import Factor, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.lora import INERT as LORA_INERT
@@ -82,7 +82,7 @@ def _site(checkpoint: Checkpoint, path: str, c: float) -> Site | None:
         checkpoint.findings.error(
             Code.SC307, where=path, found=f"A {a.shape}, E {e.shape}, B {b.shape}", expected="one rank for all three",
             next="save the adapter again",
-        )  # fmt: skip
+        )
         return None
     if rank == 0:  # pruned away in training: the module keeps the base's answer
         return Site(linear=checkpoint.linear(path))

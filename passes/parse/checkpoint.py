@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings, fail
-from scute_compile.expressions import Ref, Source
+from scute_compile.base.rerooting import Rerooting, reroot
+from scute_compile.base.structure import ModelStructure
+from scute_compile.diagnostics import Code, Findings, fail
 from scute_compile.formats.peft_folder import AdapterFolder
-from scute_compile.ir import Program, Site, Stage
-from scute_compile.model import Linear, ModelStructure
+from scute_compile.ir.expressions import Ref, Source
+from scute_compile.ir.linear import Linear
+from scute_compile.ir.program import Program, Site, Stage
+from scute_compile.ir.target import Target
 from scute_compile.passes.parse.adalora import ADALORA
 from scute_compile.passes.parse.checks import check_shapes, check_tensors, drop_unserved
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors
@@ -23,8 +25,6 @@ from scute_compile.passes.parse.settings import read_settings
 from scute_compile.passes.parse.targets import check_targets, heads_of, some
 from scute_compile.passes.parse.vera import VERA
 from scute_compile.passes.scan import Scan
-from scute_compile.rooting import Rerooting, reroot
-from scute_compile.target import Target
 
 FRONT_ENDS = (LORA, ADALORA, IA3, VERA, OFT)
 
@@ -195,13 +195,13 @@ def _no_match(keys: SortedKeys, known: ModelStructure, findings: Findings, *, am
         ),
         expected=f"names of {known.model_type} such as {some(list(known.linears)[:1])}",
         next="check that the base is the one the adapter was trained on, or rename the keys",
-    )  # fmt: skip
+    )
 
 
 def _checkpoint(
     adapter: AdapterFolder, scan: Scan, known: ModelStructure, modules: Mapping[str, Tensors], keys: SortedKeys,
     refs: Mapping[str, Ref], rooted: Rooted, findings: Findings,
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     by_base = {rooted.paths[raw]: modules[raw] for raw in rooted.paths}
     inside = {path: linear for path, linear in known.linears.items() if after(path, rooted.added) is not None}
     return Checkpoint(
@@ -229,7 +229,7 @@ def _check_targets(checkpoint: Checkpoint, keys: SortedKeys) -> None:
 def _claim_rest(
     front_end: FrontEnd, checkpoint: Checkpoint, keys: SortedKeys, refs: Mapping[str, Ref], rooted: Rooted,
     reading: Reading, same_values: SameValues,
-) -> tuple[Site, ...]:  # fmt: skip
+) -> tuple[Site, ...]:
     rest = Rest(
         config=checkpoint.config,
         structure=checkpoint.structure,

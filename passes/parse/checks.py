@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings
-from scute_compile.expressions import Ref
-from scute_compile.model import Linear, ModelStructure
+from scute_compile.base.structure import ModelStructure
+from scute_compile.diagnostics import Code, Findings
+from scute_compile.ir.expressions import Ref
+from scute_compile.ir.linear import Linear
 from scute_compile.passes.parse.front_end import FrontEnd, Tensors
 from scute_compile.passes.parse.keys import SortedKeys, module_path
 from scute_compile.passes.parse.targets import EMBEDDINGS, HEADS, some
@@ -30,13 +30,13 @@ def check_tensors(
             findings.error(
                 Code.SC110, where=key, found=f"dtype {ref.dtype}", expected="F32, BF16, F16 or F64",
                 next="save the adapter in a floating-point dtype",
-            )  # fmt: skip
+            )
         if not facts[key].finite:
             findings.error(
                 Code.SC309, where=key, found=f"`{key}` holds NaN or infinity: its values are not finite",
                 expected="finite numbers",
                 next="the training run diverged or the save went wrong; use an earlier checkpoint",
-            )  # fmt: skip
+            )
     if empty:
         findings.error(
             Code.SC308,
@@ -58,13 +58,13 @@ def drop_unserved(raw_paths: Iterable[str], structure: ModelStructure, findings:
             findings.error(
                 Code.SC212, where=raw, found="low-rank factors on stacked experts", expected="linear layers",
                 next="train with target_modules on linear layers only",
-            )  # fmt: skip
+            )
         elif segments[-1] in HEADS | EMBEDDINGS or path in structure.embeddings:
             findings.error(
                 Code.SC317, where=raw, found=f"`{segments[-1]}` is an output head or an embedding, which is not served",
                 expected="linear layers between the embedding and the head",
                 next=f"train without `{segments[-1]}` among the targets",
-            )  # fmt: skip
+            )
         else:
             kept.append(raw)
     return tuple(kept)
@@ -94,7 +94,7 @@ def check_shapes(
             findings.error(
                 Code.SC307, where=path, found=text, expected="tensors that fit the layer",
                 next="check that the base is the one the adapter was trained on",
-            )  # fmt: skip
+            )
     return not wrong
 
 

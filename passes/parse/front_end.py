@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings
-from scute_compile.expressions import Ref
-from scute_compile.ir import Site
-from scute_compile.model import Linear, ModelStructure
+from scute_compile.base.structure import ModelStructure
+from scute_compile.diagnostics import Code, Findings
+from scute_compile.ir.expressions import Ref
+from scute_compile.ir.linear import Linear
+from scute_compile.ir.program import Site
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.settings import Rule, Settings
 from scute_compile.passes.scan import TensorFacts

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from scute_compile.codes import Code
-from scute_compile.expressions import Fill, Multiply, Ref, Reshape, Subtract
-from scute_compile.ir import Rotation, RotationKind, Site
+from scute_compile.diagnostics import Code
+from scute_compile.ir.expressions import Fill, Multiply, Ref, Reshape, Subtract
+from scute_compile.ir.program import Rotation, RotationKind, Site
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.patterns import full_match
@@ -59,7 +59,7 @@ def _site(checkpoint: Checkpoint, path: str, ia3: Ia3Settings) -> Site | None:
         checkpoint.findings.error(
             Code.SC307, where=path, found=f"`{vector.key}` of shape {vector.shape}", expected="(out, 1) or (1, in)",
             next="save the adapter again; convolutions are not served",
-        )  # fmt: skip
+        )
         return None
     on_input = vector.shape[0] == 1
     said = _said_feedforward(ia3, checkpoint.trained_name(path))

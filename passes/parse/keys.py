@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings
+from scute_compile.diagnostics import Code, Findings
 
 PREFIX = "base_model.model."
 
@@ -103,7 +102,7 @@ def _check_names(names: Mapping[str, str], findings: Findings) -> None:
             Code.SC318, where=key, found=f"`{key}`: the name `{given[0]}` in every key",
             expected="keys without an adapter's name, as save_pretrained writes them",
             next="read as they were meant; today's PEFT ignores keys with a name other than `default`",
-        )  # fmt: skip
+        )
 
 
 def check_prefix(raw_paths: Iterable[str], findings: Findings) -> bool:
@@ -115,19 +114,19 @@ def check_prefix(raw_paths: Iterable[str], findings: Findings) -> bool:
         findings.error(
             Code.SC306, where=raw, found=f"the module as `{PREFIX}{raw}` and as `{raw}`",
             expected="its tensors once", next="remove the ones that are not meant",
-        )  # fmt: skip
+        )
     if bare and not twice and len(bare) < len(raws):
         findings.error(
             Code.SC303, where=bare[0], found=f"{len(bare)} of {len(raws)} modules lack the prefix `{PREFIX}`",
             expected="the prefix on all keys, or on none",
             next="the file was put together from several; save the adapter again",
-        )  # fmt: skip
+        )
     elif bare and not twice:
         findings.note(
             Code.SC304, where=bare[0], found=f"no key has the prefix `{PREFIX}`; all {len(raws)} modules match without",
             expected=f"keys that begin with `{PREFIX}`",
             next="read as they were meant; PEFT would ignore every one of them without a word",
-        )  # fmt: skip
+        )
     return not twice
 
 

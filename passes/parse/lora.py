@@ -13,9 +13,9 @@ from typing import cast
 
 from pydantic import Field
 
-from scute_compile.codes import Code
-from scute_compile.expressions import Add, ColumnNorm, Divide, Expression, Fill, Ref, Reshape, Scale, Transpose
-from scute_compile.ir import Factor, Site, Term
+from scute_compile.diagnostics import Code
+from scute_compile.ir.expressions import Add, ColumnNorm, Divide, Expression, Fill, Ref, Reshape, Scale, Transpose
+from scute_compile.ir.program import Factor, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.patterns import matching
@@ -51,7 +51,7 @@ RULES = (
 INERT = frozenset({
     "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
     "monteclora_config", "use_qalora", "qalora_group_size", "megatron_core", "ensure_weight_tying", "merge_weights",
-})  # fmt: skip
+})
 
 
 def dimensions(tensors: Tensors) -> tuple[int, int]:
@@ -90,22 +90,22 @@ def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
             Code.SC206, where="init_lora_weights", found="init_lora_weights = 'lora_ga'",
             expected="the base that training started from, which lora_ga shifts unless it was converted",
             next="served as plain LoRA on the given base, as PEFT loads it",
-        )  # fmt: skip
+        )
     if lora.use_dora and lora.lora_bias:
         checkpoint.findings.error(
             Code.SC204, where="lora_bias", found="lora_bias with use_dora", expected="one of the two",
             next="PEFT refuses the pair as well; correct the configuration",
-        )  # fmt: skip
+        )
     if lora.r is None:
         checkpoint.findings.note(
             Code.SC315, where="r", found="no rank r in the configuration; the tensors' ranks count",
             expected="the rank of the training run", next="the scale follows from the tensors' ranks",
-        )  # fmt: skip
+        )
     if lora.lora_alpha is None or not math.isfinite(lora.lora_alpha):
         checkpoint.findings.error(
             Code.SC207, where="lora_alpha", found=f"lora_alpha = {lora.lora_alpha}", expected="a finite number",
             next="restore lora_alpha from the training run",
-        )  # fmt: skip
+        )
     elif lora.lora_alpha == 0 and not lora.alpha_pattern and not _untrained(checkpoint):
         checkpoint.findings.error(
             Code.SC207,
@@ -172,14 +172,14 @@ def _site(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> Site | None:
             Code.SC310, where=path, found=f"`{tensors['magnitude'].key}` with use_dora = false",
             expected="magnitude tensors and use_dora to agree",
             next="set use_dora to true if it was trained so; PEFT would drop the magnitudes in silence",
-        )  # fmt: skip
+        )
         return None
     if "lora_B.bias" in tensors and not lora.lora_bias:
         checkpoint.findings.error(
             Code.SC310, where=path, found=f"`{tensors['lora_B.bias'].key}` with lora_bias = false",
             expected="biases on B and lora_bias to agree",
             next="set lora_bias to true if it was trained so; PEFT would drop the biases in silence",
-        )  # fmt: skip
+        )
         return None
     wanted = ("lora_A", "lora_B") + (("magnitude",) if lora.use_dora else ())
     wanted += ("lora_B.bias",) if lora.lora_bias else ()
@@ -204,7 +204,7 @@ def _matching_ranks(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> bo
         checkpoint.findings.error(
             Code.SC307, where=path, found=f"A {a.shape} of rank {rank}, B {b.shape} of rank {b.shape[1]}",
             expected="equal ranks", next="save the adapter again",
-        )  # fmt: skip
+        )
         return False
     patterns = matching(lora.rank_pattern, checkpoint.trained_name(path), where="rank_pattern")
     said = [value for _, value in patterns] or ([lora.r] if lora.r is not None else [])

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from scute_compile.codes import Code
-from scute_compile.expressions import Expression, Ref, Reshape, RotationBlocks, RotationForm
-from scute_compile.ir import Rotation, RotationKind, Site
+from scute_compile.diagnostics import Code
+from scute_compile.ir.expressions import Expression, Ref, Reshape, RotationBlocks, RotationForm
+from scute_compile.ir.program import Rotation, RotationKind, Site
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.settings import Bias, Settings, written_before
@@ -103,7 +103,7 @@ def _site(checkpoint: Checkpoint, path: str, oft: OftSettings, form: RotationFor
         checkpoint.findings.error(
             Code.SC307, where=path, found=found, expected="(blocks, size (size - 1) / 2)",
             next="save the adapter again",
-        )  # fmt: skip
+        )
         return None
     if not _covers(checkpoint, path, oft, saved, size):
         return None

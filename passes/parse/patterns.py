@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import regex
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import fail
+from scute_compile.diagnostics import Code, fail
 
 SECONDS = 0.5
 """Longest time one pattern may take on one module path; ordinary patterns take microseconds."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import regex
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings
-from scute_compile.expressions import Add, Ref, Scale
-from scute_compile.ir import Site
-from scute_compile.model import ModelStructure
+from scute_compile.base.structure import ModelStructure
+from scute_compile.diagnostics import Code, Findings
+from scute_compile.ir.expressions import Add, Ref, Scale
+from scute_compile.ir.program import Site
 from scute_compile.passes.parse.checks import NUMBERS
 
 FOREIGN = regex.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|down)\.")
@@ -74,18 +73,18 @@ def _claim_bias(ref: Ref, rest: Rest, biases: dict[str, Ref]) -> None:
             Code.SC307, where=path, found=f"`{ref.key}` {ref.shape}",
             expected=f"a bias of shape {base_bias.shape}" if base_bias else "no bias: the base's layer has none",
             next="check that the base is the one the adapter was trained on",
-        )  # fmt: skip
+        )
         return
     if old_spelling and path in rest.adapted:
         rest.findings.note(
             Code.SC318, where=path, found=f"`{ref.key}`, the spelling of PEFT 0.6 and older: read as the trained bias",
             expected="`.base_layer.bias`", next="today's PEFT ignores this key without a word",
-        )  # fmt: skip
+        )
     if path in biases:
         rest.findings.error(
             Code.SC306, where=path, found=f"`{biases[path].key}` and `{ref.key}`", expected="one trained bias",
             next="remove the one that is not meant",
-        )  # fmt: skip
+        )
     biases[path] = ref
 
 
@@ -95,19 +94,19 @@ def _is_known_fault(key: str, rest: Rest) -> bool:
             Code.SC311, where=key, found=f"`{key}`",
             expected="`.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank)",
             next="convert the adapter to PEFT's layout with the framework that wrote it",
-        )  # fmt: skip
+        )
         return True
     if "trainable_tokens" in key or "token_adapter" in key:
         rest.findings.error(
             Code.SC211, where=key, found="trainable tokens: rows that replace the embedding's",
             expected="tensors of linear layers", next="train without trainable tokens",
-        )  # fmt: skip
+        )
         return True
     if "lora_embedding_" in key:
         rest.findings.error(
             Code.SC317, where=key, found="low-rank factors of an embedding", expected="tensors of linear layers",
             next="train without the embedding among the targets",
-        )  # fmt: skip
+        )
         return True
     return False
 
@@ -151,7 +150,7 @@ def _claim_copy(ref: Ref, rest: Rest) -> None:
         rest.findings.error(
             Code.SC301, where=ref.key, found=f"`{ref.key}` {ref.shape} belongs to no slot of the method",
             expected="every tensor to be claimed", next="remove the tensor if it is a leftover of training",
-        )  # fmt: skip
+        )
         return
     same = rest.same_values(ref, rest.structure.tensors[key])
     if same:
@@ -160,7 +159,7 @@ def _claim_copy(ref: Ref, rest: Rest) -> None:
         rest.findings.error(
             Code.SC403, where=ref.key, found=f"a copy of `{key}`, which can't be compared: {_why_not(ref, rest, key)}",
             expected="a base folder with weights", next="pass --base with the weights, or remove the copy",
-        )  # fmt: skip
+        )
     elif rest.config.get("modules_to_save"):
         pass  # named already, with the field
     else:

@@ -12,13 +12,12 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings
+from scute_compile.diagnostics import Code, Findings
 
 INERT = frozenset({
     "peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config", "fan_in_fan_out",
-})  # fmt: skip
+})
 """Fields of every method that say where, when or by whom, or that are held against the tensors elsewhere."""
 
 
@@ -104,7 +103,7 @@ def read_settings(
             findings.error(
                 rule.code, where=name, found=f"{name} = {_short(value)}: {rule.why}", expected="the field unset",
                 next=rule.next,
-            )  # fmt: skip
+            )
     try:
         return model.model_validate({k: v for k, v in config.items() if v is not None or k not in model.model_fields})
     except ValidationError as error:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from scute_compile.codes import Code
-from scute_compile.diagnostics import Findings
-from scute_compile.model import ModelStructure
+from scute_compile.base.structure import ModelStructure
+from scute_compile.diagnostics import Code, Findings
 from scute_compile.passes.parse.patterns import ends_with, full_match, layer_number
 
 HEADS = frozenset({"lm_head", "embed_out"})
@@ -96,7 +95,7 @@ def check_targets(
             found=f"no target_modules; the {len(present)} modules with tensors count",
             expected="the targets of the training run",
             next="PEFT would take its own defaults for the architecture and drop the tensors of other modules",
-        )  # fmt: skip
+        )
         return
     extra = sorted(path for path in present if not is_targeted(config, path))
     if extra:
@@ -138,4 +137,4 @@ def _note_idle_targets(config: Mapping[str, object], modules: Sequence[str], fin
             Code.SC208, where="target_modules", found=f"{some(idle)} match no linear layer of the base",
             expected="names of the base's layers",
             next="PEFT ignores them as well, while another target matches; check that the base is the right one",
-        )  # fmt: skip
+        )

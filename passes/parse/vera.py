@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from scute_compile.codes import Code
-from scute_compile.expressions import Expression, Take, Transpose, VeraProjection
-from scute_compile.ir import Factor, Owner, Site, Term
+from scute_compile.diagnostics import Code
+from scute_compile.ir.expressions import Expression, Take, Transpose, VeraProjection
+from scute_compile.ir.program import Factor, Owner, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.settings import Bias, Settings
@@ -40,7 +40,7 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
         checkpoint.findings.error(
             Code.SC310, where="r", found=f"ranks {sorted(ranks)} in the tensors, {vera.r} in the configuration",
             expected="one rank for every module", next="restore the configuration of the training run",
-        )  # fmt: skip
+        )
         return Reading(method="vera", sites=())
     pair = _pair(checkpoint, vera, ranks.pop())
     if pair is None:
@@ -60,13 +60,13 @@ def _pair(checkpoint: Checkpoint, vera: VeraSettings, rank: int) -> tuple[Expres
             Code.SC305, where="base_model", found="save_projection = true without `vera_A` and `vera_B`",
             expected="both shared projections in the checkpoint",
             next="save the adapter again, or set save_projection to false if the key was projection_prng_key",
-        )  # fmt: skip
+        )
         return None
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
         checkpoint.findings.error(
             Code.SC307, where="base_model", found=f"vera_A {a.shape}, vera_B {b.shape}, vectors of rank {rank}",
             expected=f"vera_A ({rank}, max in) and vera_B (max out, {rank})", next="save the adapter again",
-        )  # fmt: skip
+        )
         return None
     return a, Transpose(b)
 
@@ -92,7 +92,7 @@ def _regenerated(checkpoint: Checkpoint, vera: VeraSettings, rank: int) -> tuple
         which: VeraProjection(which=which, seed=vera.projection_prng_key, rank=rank, max_in=max_in, max_out=max_out,
                               rounding=checkpoint.structure.dtype)
         for which in "AB"
-    }  # fmt: skip
+    }
     return projection["A"], Transpose(projection["B"])
 
 

@@ -12,10 +12,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.artifact_files import digest_of, manifest_of, tampered
-from tests.bases import made_once
-from tests.damage import Saved, renamed
-from tests.runtime_vllm.tenants import Tenants
+from tests.runtime_vllm.adapters_by_method import Tenants
+from tests.support.artifact_files import digest_of, manifest_of, tampered
+from tests.support.bases import made_once
+from tests.support.damage import Saved, renamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def of_a_base_with_other_weights(llama: Tenants) -> Path:
 
 def of_a_base_with_other_shapes(llama: Tenants) -> Path:
     """An artifact of another architecture."""
-    from tests.bases import write_base
+    from tests.support.bases import write_base
 
     base = made_once(llama.root / "qwen2", lambda folder: write_base("qwen2-heads-of-32", folder))
     return Tenants(base=base, root=llama.root / "of-qwen2", tiny="qwen2-heads-of-32").artifact("dora")

@@ -12,7 +12,7 @@ import pytest
 from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Engine, started
 
 if TYPE_CHECKING:
-    from tests.runtime_vllm.tenants import Tenants
+    from tests.runtime_vllm.adapters_by_method import Tenants
 
 # Read when torch is imported: tiny models are fastest on one thread, and the engine wants the other core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,7 +36,7 @@ def qwen2(base_folder: Callable[[str], Path], shared_folder: Path) -> Tenants:
 @pytest.fixture(scope="session")
 def smollm2(shared_folder: Path) -> Tenants:
     """Adapters of SmolLM2-135M, where its folder is named."""
-    from tests.runtime_vllm.tenants import Tenants
+    from tests.runtime_vllm.adapters_by_method import Tenants
 
     folder = os.environ.get(SMOLLM2)
     if not folder:
@@ -66,6 +66,6 @@ def crowded(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path)
 
 
 def _tiny(name: str, base_folder: Callable[[str], Path], shared: Path) -> Tenants:
-    from tests.runtime_vllm.tenants import Tenants
+    from tests.runtime_vllm.adapters_by_method import Tenants
 
     return Tenants(base=base_folder(name), root=shared / name, tiny=name)

@@ -200,7 +200,7 @@ class Engine:
         sent = [[name, asdict(value) if isinstance(value, Adapter) else value] for name, value in acts]
         answers, said = self.ask(
             "meanwhile", rows=[asdict(row) for row in rows], tokens=tokens, steps=steps, acts=sent
-        )  # fmt: skip
+        )
         return _answers(rows, answers), tuple(one.get("refused", "") for one in said)
 
     def load(self, adapter: Adapter) -> bool:

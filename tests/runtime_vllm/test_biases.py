@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.artifact_files import tampered
-from tests.dropped_slots import DROPPED
+from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
 from tests.runtime_vllm.engine import Answer, Engine, Row, started
-from tests.runtime_vllm.tenants import BOUND, Tenants, prompt_of
+from tests.support.artifact_files import tampered
+from tests.support.dropped_slots import DROPPED
 
 NAMES = (None, "dora", "ia3", "lora-bias-on-b", "lora-base-bias", "oft", "vera")
 LOST = ("s of DoRA", "s of IA3", *(what for what, (_, base, _) in DROPPED.items() if base == "qwen2"))

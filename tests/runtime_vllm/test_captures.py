@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime_vllm.adapters_by_method import Tenants
 from tests.runtime_vllm.engine import Engine, started
-from tests.runtime_vllm.tenants import Tenants
 
 SLOTS = 3
 

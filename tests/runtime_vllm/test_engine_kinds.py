@@ -11,7 +11,7 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_vllm.loading import _check_engine, _load
 
 if TYPE_CHECKING:
-    from scute_compile.runtime_vllm.adapter_slots import AdapterSlots
+    from scute_compile.runtime_vllm.adapter_manager import AdapterSlots
 
 REQUEST = SimpleNamespace(lora_name="tenant", lora_path="nowhere", lora_int_id=1)
 

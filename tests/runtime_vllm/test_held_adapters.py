@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime_vllm.adapters_by_method import Tenants, prompt_of
 from tests.runtime_vllm.conftest import LONG
 from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Adapter, Engine, RefusedError, Row, started
-from tests.runtime_vllm.tenants import Tenants, prompt_of
 
 FIVE = ("lora", "dora", "ia3", "vera", "oft")
 """More than the engine's two slots, and more than the three that it holds."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.runtime_vllm.adapters_by_method import SERVED, Tenants, prompt_of
 from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row
-from tests.runtime_vllm.tenants import SERVED, Tenants, prompt_of
 
 HELD = 3
 """Adapters that the engine holds."""

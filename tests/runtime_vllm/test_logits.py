@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
 from tests.runtime_vllm.engine import Engine, Row, started
-from tests.runtime_vllm.tenants import BOUND, Tenants, prompt_of
 
 SLOTS = 2
 HEADS = ("lora-head", "lora-only-head")

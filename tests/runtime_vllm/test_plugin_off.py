@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import vllm
 
+from tests.runtime_vllm.adapters_by_method import BOUND, NINE, Tenants, prompt_of
 from tests.runtime_vllm.engine import Engine, RefusedError, Row, started
-from tests.runtime_vllm.tenants import BOUND, NINE, Tenants, prompt_of
 
 FIXED = (0, 33)
 """The release in which base rows beside adapters came right on CPUs; before it they got what is in the last slot."""

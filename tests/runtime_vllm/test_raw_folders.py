@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
 from tests.runtime_vllm.engine import Answer, Engine, RefusedError, Row, started
-from tests.runtime_vllm.tenants import BOUND, Tenants, prompt_of
 
 NAMES = (None, "dora", "rsdora-attention", "ia3", "vera", "oft", "lora", "changing")
 """`changing` is a folder of which the content changes between the two starts."""

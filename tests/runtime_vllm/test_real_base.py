@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.artifact_files import tampered
-from tests.dropped_slots import DROPPED
+from tests.runtime_vllm.adapters_by_method import BOUND, SERVED, Tenants, prompt_of
 from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, Row, started
-from tests.runtime_vllm.tenants import BOUND, SERVED, Tenants, prompt_of
+from tests.support.artifact_files import tampered
+from tests.support.dropped_slots import DROPPED
 
 LOST = ("one A of LoRA", "s of DoRA", "s of IA3", "d of VeRA", "one R of OFT")
 REPORTED = 20

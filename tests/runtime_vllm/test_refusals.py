@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime_vllm.adapters_by_method import Tenants, prompt_of
 from tests.runtime_vllm.bad_adapters import BAD, a_folder_with_one_level_too_many
 from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row, started, tried
-from tests.runtime_vllm.tenants import Tenants, prompt_of
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
 from tests.runtime_vllm.engine import Adapter, Answer, Engine, RefusedError, Row, tried
-from tests.runtime_vllm.tenants import BOUND, Tenants, prompt_of
 
 BLOCK = 32
 """Tokens of a block of the cache: prompts are longer than one."""

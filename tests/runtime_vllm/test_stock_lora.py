@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
 from tests.runtime_vllm.engine import Answer, Engine, RefusedError, Row, started
-from tests.runtime_vllm.tenants import BOUND, Tenants, prompt_of
 
 KERNELS = {"the runtime's kernels": {}, "vLLM's kernels": {"SCUTE_VLLM_STOCK_KERNELS": "1"}}
 VLLM = find_spec("vllm")

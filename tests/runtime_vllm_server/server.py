@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.readme import ROOT
+from tests.docs.readme import ROOT
 
 STARTING = 420
 """Most seconds that it may take to start, on a machine that others use too."""
@@ -100,7 +100,7 @@ def serving(base: Path, adapters: Mapping[str, Path], log: Path, *options: str) 
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init",
         "--enable-lora", "--max-model-len", "64", "--max-num-seqs", "8", "--max-num-batched-tokens", "256", *options,
         "--lora-modules", *(f"{name}={path}" for name, path in adapters.items()),
-    ]  # fmt: skip
+    ]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.readme import ROOT
+from tests.docs.readme import ROOT
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in an environment of its own")
 
@@ -23,7 +23,7 @@ def test_the_example_prints_the_answer_of_every_adapter_and_leaves_nothing(
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "vllm" / "serve.py"], env=os.environ | places, capture_output=True,
         text=True, check=False, timeout=600,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     shown = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
     assert done.stdout.endswith(shown)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.runtime_vllm_server.server import Answer, Server, serving
-from tests.served import Compiled, Pair, artifact_of, ids_of, peft_model
+from tests.support.served import Compiled, Pair, artifact_of, ids_of, peft_model
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in an environment of its own")
 
@@ -54,7 +54,7 @@ def server(adapters: dict[str, Compiled], tmp_path_factory: pytest.TempPathFacto
     with serving(
         adapters[LATER].base, at_start, folder / "log", "--max-loras", "4", "--max-cpu-loras",
         str(IN_MEMORY), "--max-lora-rank", "16",
-    ) as running:  # fmt: skip
+    ) as running:
         yield running
 
 

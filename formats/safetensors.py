@@ -1,0 +1,307 @@
+"""A strict reader of safetensors files without torch.
+
+Planning must start at once and so can't import torch, numpy has no bfloat16, and a damaged file deserves a sentence of
+its own. The format: eight bytes with the header's length, a JSON header, then the tensors' bytes without holes
+(safetensors, README, section "Format").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from scute_compile.diagnostics import Code, fail
+from scute_compile.formats.reading import file_size, opened, parse_object
+from scute_compile.ir.expressions import Shape
+
+Floats: TypeAlias = npt.NDArray[np.floating]
+"""Decoded numbers: float32, or float64 where the file has float64."""
+
+HEADER_LIMIT = 100_000_000
+"""Largest header in bytes; the format's own limit."""
+BLOCK_BYTES = 8 << 20
+
+BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}
+"""Bits per entry of every dtype that the format has; most of them are listed, but not decoded."""
+STORED = {"F32": "<f4", "F64": "<f8", "F16": "<f2", "BF16": "<u2"}
+"""The numpy dtype in which the bytes of each dtype that can be decoded are first seen."""
+
+_LFS = b"version https://git-lfs"
+_LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where a tensor lies in its file."""
+
+    dtype: str
+    """The safetensors name: `F32`, `BF16`, ..."""
+    shape: Shape
+    begin: int
+    """First byte, counted from the start of the file."""
+    end: int
+    """One past the last byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensor takes."""
+        return self.end - self.begin
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+def read_header(path: Path) -> Mapping[str, TensorEntry]:
+    """Return the tensors that a file holds, by name, in the order of their bytes.
+
+    Raises:
+        ScuteError: SC103 (Git LFS pointer), SC104 (truncated), SC105 (damaged header), SC109 (can't be read).
+    """
+    with opened(path) as file:
+        size = file_size(file)
+        length = header_length(file.read(64), size, str(path))
+        file.seek(8)
+        raw = read_exactly(file, np.empty(length, np.uint8), path).tobytes()
+    return parse_header(raw, size, str(path))
+
+
+def header_length(start: bytes, size: int, where: str) -> int:
+    """Return the header's length, from the first bytes of a file of `size` bytes.
+
+    Raises:
+        ScuteError: SC103, SC104 or SC105.
+    """
+    if start.startswith(_LFS):
+        fail(
+            Code.SC103,
+            where=where,
+            found=f"{size} bytes of text that name the real file (a Git LFS pointer)",
+            expected="the safetensors file itself",
+            next="run `git lfs pull` in the clone, or download the files again",
+        )
+    if size <= 8 or len(start) < 8:
+        _truncated(where, size, "more than 8 bytes: the header's length and the header")
+    length = int.from_bytes(start[:8], "little")
+    if length > min(HEADER_LIMIT, size - 8):
+        _damaged(
+            where,
+            f"a header length of {length} bytes in a file of {size} bytes, which begins with {start[:16]!r}",
+            f"a header of at most {min(HEADER_LIMIT, size - 8)} bytes",
+        )
+    return length
+
+
+def parse_header(raw: bytes, size: int, where: str) -> Mapping[str, TensorEntry]:
+    """Return the entries of a header; `size` is that of the whole file.
+
+    Raises:
+        ScuteError: SC104 when the file ends too early, SC105 when the header is damaged.
+    """
+    if raw[:1] != b"{":
+        _damaged(where, f"a header that begins with {raw[:16]!r}", "a JSON object, which begins with '{'")
+    try:
+        listed = parse_object(raw)
+    except ValueError as error:
+        _damaged(where, f"a header that is no strict JSON: {error}", "a JSON object that lists every tensor once")
+    _check_metadata(listed.pop("__metadata__", None), where)
+    start = 8 + len(raw)
+    entries = {name: _entry(name, value, start, where) for name, value in listed.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end, item[0])))
+    position = start
+    for name, entry in ordered.items():
+        if entry.begin != position:
+            kind = "hole" if entry.begin > position else "overlap"
+            _damaged(
+                f"{where}: {name}",
+                f"a tensor that begins at byte {entry.begin - start} (a {kind})",
+                f"byte {position - start}, where the tensor before it ends",
+            )
+        position = entry.end
+    if position > size:
+        _truncated(where, size, f"{position} bytes, as the header promises")
+    if position < size:
+        _damaged(where, f"a file of {size} bytes", f"{position} bytes, as the header promises")
+    return MappingProxyType(ordered)
+
+
+def _check_metadata(value: object, where: str) -> None:
+    if value is None or (isinstance(value, dict) and all(isinstance(item, str) for item in value.values())):
+        return
+    _damaged(where, "a __metadata__ that holds more than text", "a JSON object whose values are strings")
+
+
+def _entry(name: str, value: object, start: int, where: str) -> TensorEntry:
+    here = f"{where}: {name}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        _damaged(here, f"an entry {_brief(value)}", "an object with dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        _damaged(here, f"the dtype {_brief(dtype)}", f"one of {', '.join(BITS)}")
+    if not _whole_numbers(shape):
+        _damaged(here, f"the shape {_brief(shape)}", "a list of whole numbers from 0")
+    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        _damaged(here, f"the data_offsets {_brief(offsets)}", "two whole numbers from 0, the first at most the second")
+    bits = BITS[dtype]
+    for dim in shape:
+        bits *= dim
+        if bits > _LARGEST:
+            _damaged(here, f"the shape {_brief(shape)}", "a tensor that fits a file")
+    if bits != 8 * (offsets[1] - offsets[0]):
+        _damaged(
+            here,
+            f"{offsets[1] - offsets[0]} bytes",
+            f"{bits / 8:.10g} bytes for shape {_brief(shape)} in {dtype}",
+        )
+    return TensorEntry(dtype=dtype, shape=tuple(shape), begin=start + offsets[0], end=start + offsets[1])
+
+
+def _whole_numbers(value: object) -> bool:
+    # `type(...) is int`: a JSON `true` is a bool, which is an int too.
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST for item in value)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def decode(raw: bytes | bytearray | memoryview | npt.NDArray[np.uint8], dtype: str, where: str = "") -> Floats:
+    """Return a flat array of the numbers in `raw`: float32, or float64 for `F64`. `F32` and `F64` are not copied.
+
+    Raises:
+        ScuteError: SC110 for dtypes other than F32, BF16, F16 and F64.
+    """
+    if dtype not in STORED:
+        fail(
+            Code.SC110,
+            where=where,
+            found=f"the dtype {dtype}",
+            expected=" or ".join(STORED),
+            next="save the weights again in one of these dtypes",
+        )
+    stored = np.frombuffer(raw, STORED[dtype])
+    if dtype == "BF16":
+        # bfloat16 is the upper half of a float32.
+        wide = stored.astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
+    return stored.astype(np.float32) if dtype == "F16" else stored
+
+
+def read_tensor(path: Path, entry: TensorEntry) -> Floats:
+    """Return a whole tensor, decoded, in its shape.
+
+    Raises:
+        ScuteError: SC104, SC109 or SC110.
+    """
+    return decode(_read(path, entry, 0, entry.nbytes), entry.dtype, str(path)).reshape(entry.shape)
+
+
+def read_rows(path: Path, entry: TensorEntry, start: int, stop: int) -> Floats:
+    """Return rows `start` to `stop` of a tensor of at least one dimension, decoded: shape `(stop - start, ...)`.
+
+    Raises:
+        ScuteError: SC104, SC109 or SC110.
+    """
+    if not 0 <= start <= stop <= entry.shape[0]:
+        msg = f"rows {start} to {stop} of a tensor of shape {entry.shape}"
+        raise IndexError(msg)
+    shape = (stop - start, *entry.shape[1:])
+    row = entry.nbytes // entry.shape[0] if entry.shape[0] else 0
+    return decode(_read(path, entry, start * row, (stop - start) * row), entry.dtype, str(path)).reshape(shape)
+
+
+def read_blocks(path: Path, entry: TensorEntry, block_bytes: int = BLOCK_BYTES) -> Iterator[Floats]:
+    """Yield a tensor's numbers in flat decoded blocks of at most `block_bytes` stored bytes.
+
+    Reads are buffered and not mapped, so memory stays at one block.
+
+    Raises:
+        ScuteError: SC104, SC109 or SC110.
+    """
+    step = max(8, block_bytes // 8 * 8)  # whole entries of every dtype that is decoded
+    with opened(path) as file:
+        file.seek(entry.begin)
+        for offset in range(0, entry.nbytes, step):
+            block = np.empty(min(step, entry.nbytes - offset), np.uint8)
+            yield decode(read_exactly(file, block, path), entry.dtype, str(path))
+
+
+def read_bytes(path: Path, entry: TensorEntry, offset: int, length: int) -> bytes:
+    """Return `length` stored bytes of a tensor, from `offset` inside it.
+
+    Raises:
+        ScuteError: SC104 or SC109.
+    """
+    return _read(path, entry, offset, length).tobytes()
+
+
+def read_spans(path: Path, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """Yield the bytes of each `(begin, length)`, counted from the start of the file.
+
+    Raises:
+        ScuteError: SC104 or SC109.
+    """
+    with opened(path) as file:
+        for begin, length in spans:
+            file.seek(begin)
+            yield read_exactly(file, np.empty(length, np.uint8), path).tobytes()
+
+
+def read_exactly(file: FileIO, block: npt.NDArray[np.uint8], path: Path) -> npt.NDArray[np.uint8]:
+    """Fill `block` from the file's position on and return it.
+
+    Raises:
+        ScuteError: SC104 when the file ends first.
+    """
+    view, filled = block.data, 0
+    while filled < len(view):
+        count = file.readinto(view[filled:])
+        if not count:
+            _truncated(str(path), file.tell(), f"{len(view) - filled} bytes more")
+        filled += count
+    return block
+
+
+def _read(path: Path, entry: TensorEntry, offset: int, length: int) -> npt.NDArray[np.uint8]:
+    if offset < 0 or length < 0 or offset + length > entry.nbytes:
+        msg = f"bytes {offset} to {offset + length} of a tensor of {entry.nbytes} bytes"
+        raise IndexError(msg)
+    with opened(path) as file:
+        file.seek(entry.begin + offset)
+        return read_exactly(file, np.empty(length, np.uint8), path)
+
+
+def _truncated(where: str, size: int, expected: str) -> NoReturn:
+    fail(
+        Code.SC104,
+        where=where,
+        found=f"a truncated file of {size} bytes",
+        expected=expected,
+        next="copy or download the file again, or save it once more",
+    )
+
+
+def _damaged(where: str, found: str, expected: str) -> NoReturn:
+    fail(
+        Code.SC105,
+        where=where,
+        found=found,
+        expected=expected,
+        next="the file is damaged or no safetensors file: copy, download or save it again",
+    )

@@ -1,0 +1,136 @@
+"""From sites and findings to the records of a manifest. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pydantic import JsonValue
+
+from scute_compile.diagnostics import Diagnostic
+from scute_compile.formats.manifest import LiveSlot, RotationRecord, SharedWindow, SiteRecord, TermRecord
+from scute_compile.ir.expressions import Expression, Ranges
+from scute_compile.ir.linear import Split, TermCut
+from scute_compile.ir.program import Factor, Note, RotationKind, Site, Term
+
+HashOf = Callable[[Expression], str]
+"""A shared matrix -> its content's hash."""
+
+
+def site_record(site: Site, hash_of: HashOf) -> SiteRecord:
+    """Describe a site as the manifest does.
+
+    Args:
+        site: a routed site.
+        hash_of: gives the hash of a shared matrix.
+    """
+    cut = site.cut
+    if cut is None:
+        raise AssertionError(site)
+    linear = site.linear
+    return SiteRecord(
+        name=site.name,
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        gemm=linear.gemm or site.name,
+        split=linear.split,
+        inputs=cut.inputs,
+        outputs=cut.outputs,
+        rotation=_rotation(site),
+        scale=site.s is not None,
+        shift=site.b is not None,
+        shift_rank=-1 if linear.split is Split.COLUMN else 0,
+        terms=tuple(_term(term, of_term, hash_of) for term, of_term in zip(site.terms, term_cuts(site), strict=True)),
+        live=tuple(
+            LiveSlot(slot=choice.slot, route=choice.route.value,
+                     candidates=tuple((route.value, moved) for route, moved in choice.candidates))
+            for choice in site.routes
+        ),
+    )
+
+
+def _rotation(site: Site) -> RotationRecord | None:
+    rotation = site.rotation
+    if rotation is None:
+        return None
+    blocks = rotation.delta.shape[0]
+    if rotation.kind is RotationKind.DIAGONAL:
+        return RotationRecord(kind=rotation.kind, block=1, blocks=blocks)
+    return RotationRecord(kind=rotation.kind, block=rotation.block, blocks=blocks)
+
+
+def term_cuts(site: Site) -> tuple[TermCut, ...]:
+    """Return one cut per term; those of terms that follow the site's own cut say nothing."""
+    if site.cut is None:
+        raise AssertionError(site)
+    return site.cut.terms or (TermCut(),) * len(site.terms)
+
+
+def _term(term: Term, held: TermCut, hash_of: HashOf) -> TermRecord:
+    return TermRecord(
+        rank=term.rank,
+        a=_window(term.a, hash_of),
+        b=_window(term.b, hash_of),
+        d=term.d is not None,
+        e=term.e is not None,
+        rows=held.rows,
+        columns=held.columns,
+    )
+
+
+def _window(factor: Factor, hash_of: HashOf) -> SharedWindow | None:
+    if factor.shared is None:
+        return None
+    return SharedWindow(factor=hash_of(factor.shared), features=factor.value.shape[1])
+
+
+def note_record(note: Note) -> dict[str, JsonValue]:
+    """Return a note as plain JSON values."""
+    return {
+        "site": note.site,
+        "slot": note.slot,
+        "action": note.action.value,
+        "rule": note.rule,
+        "neighbours": [[name, owner.value] for name, owner in note.neighbours],
+        "why": note.why,
+        "route": note.route.value if note.route else None,
+        "candidates": [[route.value, moved] for route, moved in note.candidates],
+    }
+
+
+def finding_record(diagnostic: Diagnostic) -> dict[str, JsonValue]:
+    """Return a finding as plain JSON values."""
+    return dict(diagnostic.to_json())
+
+
+Slice = tuple[int, Ranges]
+"""An axis, and the ranges of it that a rank holds."""
+
+
+def site_slices(site: Site, rank: int) -> Mapping[str, Slice]:
+    """Return, per slot of the site itself, the axis that a rank's cut divides and the ranges that it holds.
+
+    Slots that every rank holds whole are absent. The ranges of blocks count blocks.
+    """
+    if site.cut is None:
+        raise AssertionError(site)
+    inputs, outputs = site.cut.inputs[rank], site.cut.outputs[rank]
+    slices: dict[str, Slice] = {"ds": (0, outputs), "b": (0, outputs)}
+    rotation = site.rotation
+    if rotation is not None and rotation.delta.shape[0] > 1:
+        slices["dR"] = (0, tuple((start // rotation.block, stop // rotation.block) for start, stop in inputs))
+    return slices
+
+
+def term_slices(site: Site, number: int, rank: int) -> Mapping[str, Slice]:
+    """Return, per slot of a site's term, the axis that a rank's cut divides and the ranges that it holds.
+
+    No slot is cut along two axes: a term's rank is divided where inputs are whole.
+    """
+    if site.cut is None:
+        raise AssertionError(site)
+    held = term_cuts(site)[number]
+    columns = site.cut.outputs[rank] if held.columns is None else (held.columns[rank],)
+    slices: dict[str, Slice] = {"A": (1, site.cut.inputs[rank]), "B": (1, columns), "e": (0, columns)}
+    if held.rows is not None:
+        slices |= {"A": (0, (held.rows[rank],)), "d": (0, (held.rows[rank],))}
+    return slices

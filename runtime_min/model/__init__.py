@@ -1,0 +1,1 @@
+"""A transformers model that serves adapters, on one rank or several."""

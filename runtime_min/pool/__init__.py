@@ -1,0 +1,1 @@
+"""Adapters in pages of device memory and in host memory."""

@@ -1,0 +1,245 @@
+"""From an opened artifact to the host image of one rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from scute_compile.base.rerooting import Unrooted, reroot
+from scute_compile.diagnostics import Code, fail
+from scute_compile.formats.artifact import Artifact, open_artifact
+from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
+from scute_compile.formats.layout import tensor_name, term_columns
+from scute_compile.formats.manifest import Manifest, SharedWindow, SiteRecord, TermRecord
+from scute_compile.ir.expressions import Ranges, width
+from scute_compile.ir.linear import Split
+from scute_compile.ir.target import LoraSharding
+from scute_compile.runtime_min.pool.directory import SiteSlot, values_per_granule
+from scute_compile.runtime_min.pool.fully_sharded import RowOrder, in_parts, own_term, shared_rows
+from scute_compile.runtime_min.pool.packed_adapter import (
+    AdapterImage,
+    FactorImage,
+    FactorWindow,
+    PairWindow,
+    SharedTerm,
+    SiteContent,
+    pack_adapter,
+    pack_factor,
+    window_of,
+)
+from scute_compile.runtime_min.ranks.exchange import take_rows
+from scute_compile.runtime_min.reference import SiteSlots, TermSlots, take
+
+Factors = MutableMapping[str, FactorImage]
+"""Images of shared factors by key, all in one dtype."""
+
+
+def read_adapter(
+    source: Artifact | Path,
+    sites: Sequence[SiteSlot],
+    dtype: torch.dtype,
+    *,
+    name: str = "",
+    tp: int = 1,
+    rank: int = 0,
+    sharding: LoraSharding = LoraSharding.DEFAULT,
+    factors: Factors | None = None,
+    convert: bool = False,
+    pin: bool = False,
+) -> AdapterImage:
+    """Read one rank's file, and the shared factors that it names, into an image.
+
+    Args:
+        source: An opened artifact, or the folder of one.
+        sites: The model's layers as the rank holds them, in the order of the directory; fully sharded, a row-parallel
+            layer in parts, of which one is what the rank expands to.
+        dtype: The pool's dtype.
+        name: The adapter's id; the artifact's own name when empty.
+        tp: Number of ranks that the runtime runs on.
+        rank: Which of them this is.
+        sharding: How the runtime's ranks divide terms.
+        factors: Images of shared factors that are there already; those that this artifact needs are added.
+        convert: Whether an artifact of another dtype is rounded to the pool's; it is refused otherwise.
+        pin: Whether images lie in pinned memory.
+
+    Raises:
+        ScuteError: SC801 (another tp or dtype), SC812 (terms that are divided otherwise), SC402 (another base), SC803
+            (terms that mix own and shared factors, or several shared ones at a site), SC320 (values that the pool's
+            dtype can't hold), and what `open_artifact`, `load_rank` and `load_factor` raise.
+    """
+    artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
+    name = name or artifact.manifest.name
+    _check_target(artifact, name, tp=tp, dtype=dtype, convert=convert)
+    _check_sharding(artifact.manifest, name, sharding)
+    parts: dict[str, list[SiteSlot]] = {}
+    for site in sites:
+        parts.setdefault(site.name, []).append(site)
+    known: Factors = {} if factors is None else factors
+    tensors = {key: _fitting(value, key, dtype) for key, value in load_rank(artifact, rank).items()}
+    reader = _Reader(
+        artifact=artifact, name=name, rank=rank, dtype=dtype, tensors=tensors, factors=known, pin=pin
+    )
+    contents: dict[str, SiteContent] = {}
+    for record in artifact.manifest.sites:
+        slots, content = parts.get(record.name, []), reader.site(record)
+        whole = all(slot.part is None for slot in slots)
+        contents |= {record.name: content} if whole else in_parts(record, rank, content, slots)
+    return pack_adapter(
+        name, sites, contents, dtype, digest=artifact.manifest.digest, tp=tp, rank=rank,
+        shares=tp if sharding is LoraSharding.FULL else 1, pin=pin,
+    )
+
+
+def named_as_in(artifact: Artifact, sites: Sequence[SiteSlot]) -> list[SiteSlot]:
+    """Return the model's layers under the artifact's names: the same, or another after one change of the prefix."""
+    found = reroot(artifact.sites, {site.name: site for site in sites})
+    if isinstance(found, Unrooted):
+        fail(
+            Code.SC402,
+            where=artifact.manifest.name,
+            found=f"sites such as `{_stray(artifact, sites)}`; {found.reason}",
+            expected="the linear layers of this model, such as " + ", ".join(f"`{site.name}`" for site in sites[:3]),
+            next="load the model that the artifact was compiled for",
+        )
+    named = {layer: name for name, layer in found.mapping.items()}
+    return [replace(site, name=named.get(site.name, site.name)) for site in sites]
+
+
+def _stray(artifact: Artifact, sites: Sequence[SiteSlot]) -> str:
+    """Return a site of the artifact that the model doesn't have under its own name; the first one where it has all."""
+    known = {site.name for site in sites}
+    return next((name for name in artifact.sites if name not in known), next(iter(artifact.sites)))
+
+
+def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype, convert: bool) -> None:
+    manifest = artifact.manifest
+    if manifest.tp != tp:
+        fail(
+            Code.SC801,
+            where=name,
+            found=f"an artifact for tp {manifest.tp}",
+            expected=f"tp {tp}, on which this runtime runs",
+            next=f"compile the adapter again with --tp {tp}",
+        )
+    if TORCH_DTYPES[manifest.dtype] is not dtype and not convert:
+        wanted = str(dtype).removeprefix("torch.")
+        fail(
+            Code.SC801,
+            where=name,
+            found=f"an artifact in {manifest.dtype}",
+            expected=f"{wanted}, the pool's dtype",
+            next=f"compile the adapter again with --dtype {wanted}, or ask for a conversion, which rounds once more",
+        )
+
+
+def _check_sharding(manifest: Manifest, name: str, sharding: LoraSharding) -> None:
+    """Refuse terms that are divided otherwise than the ranks of this runtime do; without terms, layouts are one."""
+    divided = manifest.tp > 1 and any(site.terms and site.split is not Split.REPLICATED for site in manifest.sites)
+    if divided and manifest.lora_sharding is not sharding:
+        fail(
+            Code.SC812,
+            where=name,
+            found=f"lora_sharding {manifest.lora_sharding.value}, on {manifest.tp} ranks",
+            expected=f"lora_sharding {sharding.value}, in which the ranks of this runtime hold low-rank terms",
+            next=f"compile the adapter again with --lora-sharding {sharding.value}",
+        )
+
+
+def _fitting(tensor: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in the pool's dtype; the shift `b` stays as it is."""
+    if tensor.dtype is dtype or key.endswith(".b"):
+        return tensor
+    rounded = tensor.to(dtype)
+    if not bool(rounded.isfinite().all()):
+        fail(
+            Code.SC320,
+            where=key,
+            found=f"values up to {float(tensor.abs().max()):.3g}",
+            expected=f"at most {torch.finfo(dtype).max:.3g}, the largest value of the pool's dtype",
+            next="use a pool in bfloat16 or float32",
+        )
+    return rounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Reader:
+    """What reading one site needs, beside the site's record."""
+
+    artifact: Artifact
+    name: str
+    rank: int
+    dtype: torch.dtype
+    tensors: Mapping[str, torch.Tensor]
+    factors: Factors
+    pin: bool
+
+    def site(self, record: SiteRecord) -> SiteContent:
+        """Return the rank's tensors of a site."""
+
+        def held(slot: str, number: int | None = None) -> torch.Tensor | None:
+            return self.tensors.get(tensor_name(record.name, slot, number))
+
+        shared: SharedTerm | None = None
+        terms: list[TermSlots] = []
+        for number, term in enumerate(record.terms):
+            _check_term(self.name, record, number, term)
+            if term.a is None or term.b is None:
+                a, b = (self.tensors[tensor_name(record.name, slot, number)] for slot in ("A", "B"))
+                terms.append(own_term(a, b, term, self.rank))
+                continue
+            rows = shared_rows(term, self.rank)
+            pair = PairWindow(
+                a=self.window(term.a, record.inputs[self.rank], rows.a if rows else None),
+                b=self.window(term.b, term_columns(record, term, self.rank), rows.b if rows else None),
+            )
+            d = held("d", number)
+            shared = SharedTerm(pair=pair, d=d if rows is None or d is None else rows.d_of(d), e=held("e", number))
+        slots = SiteSlots(
+            rotation=record.rotation.kind if record.rotation else None,
+            delta=held("dR"),
+            ds=held("ds"),
+            b=held("b") if record.shift_rank in (-1, self.rank) else None,
+            terms=tuple(terms),
+        )
+        inputs, outputs = width(record.inputs[self.rank]), width(record.outputs[self.rank])
+        return SiteContent(in_features=inputs, out_features=outputs, slots=slots, shared=shared)
+
+    def window(self, window: SharedWindow, ranges: Ranges, rows: RowOrder | None) -> FactorWindow:
+        """Return where the rank's columns of a shared factor lie.
+
+        One run of columns that starts a granule is an offset into the whole factor, which all sites share. Others get
+        an image of their own, of those columns alone; so do fully sharded ones, of the `rows` that the rank holds.
+        """
+        start = ranges[0][0]
+        whole = len(ranges) == 1 and start % values_per_granule(self.dtype) == 0 and rows is None
+        key = window.factor if whole else f"{window.factor}:{','.join(f'{first}-{last}' for first, last in ranges)}"
+        key = key if rows is None else f"{key}:{rows.name}"
+        image = self.factors.get(key)
+        if image is None:
+            factor = _fitting(load_factor(self.artifact, window.factor), window.factor, self.dtype)
+            part = factor if whole else take(factor, 1, ranges)
+            part = part if rows is None else take_rows(part, rows.order)
+            image = pack_factor(key, part, self.dtype, pin=self.pin)
+            self.factors[key] = image
+        return window_of(image, self.dtype, column=start if whole else 0)
+
+
+def _check_term(name: str, record: SiteRecord, number: int, term: TermRecord) -> None:
+    """Own terms have folded d and e into their factors; a shared one stands alone at its site."""
+    own = term.a is None and term.b is None and not term.d and not term.e
+    alone = term.a is not None and term.b is not None and len(record.terms) == 1
+    if own or alone:
+        return
+    owners = ["shared" if window else "own" for window in (term.a, term.b)]
+    live = "".join(f" and {slot}" for slot, there in (("d", term.d), ("e", term.e)) if there)
+    fail(
+        Code.SC803,
+        where=f"{name}: {record.name}, term {number} of {len(record.terms)}",
+        found=f"A {owners[0]}, B {owners[1]}{live}",
+        expected="terms whose factors are all the adapter's own, d and e folded into them, or one term between two "
+        "shared factors",
+        next="compile the adapter again with this version; serve it on another engine if that changes nothing",
+    )

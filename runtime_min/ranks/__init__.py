@@ -1,0 +1,1 @@
+"""Tensor-parallel ranks: their group, how they cut a model, and what they exchange."""

@@ -1,0 +1,101 @@
+"""What ranks do between shrink and expand where terms are fully sharded, as pools lay these out.
+
+The layout is S-LoRA's (arXiv:2311.03285 section 6), see `scute_compile.runtime_min.oracle.fully_sharded`. What differs here is
+the order of a term's rank: a gather of the ranks' entries brings one of each rank in turn, and the rows of B that a
+pool holds stand in the same order. So the place of an entry follows from its place on its own rank alone, whatever
+adapters a batch mixes, and a gathered intermediate needs nothing but a transposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from scute_compile.ir.expressions import Interval, Ranges
+from scute_compile.runtime_min.ranks.group import Purpose, RankGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TermExchange:
+    """How the ranks complete the intermediates of one layer."""
+
+    ranks: RankGroup
+    part: Interval | None = None
+    """The outputs of a row-parallel layer to which this rank expands; None: the layer is column-parallel."""
+
+    @property
+    def shares(self) -> int:
+        """Among how many ranks a term's rank is divided: one of a row-parallel layer."""
+        return self.ranks.size if self.part is None else 1
+
+    def parts(self, outputs: int) -> tuple[Interval | None, ...]:
+        """Return into which outputs the layer is cut as the pool sees it: this rank's own, and what stands beside it.
+
+        >>> TermExchange(ranks=RankGroup(), part=(0, 2)).parts(6)
+        ((0, 2), (2, 6))
+        """
+        if self.part is None:
+            return (None,)
+        start, stop = self.part
+        return tuple(part for part in ((0, start), self.part, (stop, outputs)) if part[0] < part[1])
+
+    @property
+    def which(self) -> int:
+        """Which of `parts` has the terms."""
+        return 0 if self.part is None or self.part[0] == 0 else 1
+
+    def complete(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return whole intermediates from what this rank computed of each; one transfer for all.
+
+        Args:
+            held: Column-parallel: this rank's entries `(..., R / ranks)`, in the order of its own rows of A.
+                Row-parallel: partial sums `(..., R)`; these may be overwritten.
+
+        Returns:
+            `(..., R)` each, the entries in the order of `row_order`.
+        """
+        if not held:
+            return []
+        flat = held[0].reshape(-1) if len(held) == 1 else torch.cat([part.reshape(-1) for part in held])
+        lengths = [part.numel() for part in held]
+        if self.part is not None:
+            sums = torch.split(self.ranks.add_up(flat, Purpose.ADAPTERS), lengths)
+            return [whole.view(part.shape) for whole, part in zip(sums, held, strict=True)]
+        every = torch.split(self.ranks.gather(flat, Purpose.ADAPTERS), lengths, dim=1)
+        return [
+            whole.t().reshape(*part.shape[:-1], part.shape[-1] * self.ranks.size)
+            for whole, part in zip(every, held, strict=True)
+        ]
+
+
+def row_order(shares: Ranges) -> tuple[int, ...]:
+    """Return which row of a term stands where once the ranks' entries are gathered; -1: a row of zeros.
+
+    Ranks that hold fewer rows than others send zeros, so that all send alike.
+
+    >>> row_order(((0, 2), (2, 3)))
+    (0, 2, 1, -1)
+    """
+    longest = max(stop - start for start, stop in shares)
+    return tuple(start + i if start + i < stop else -1 for i in range(longest) for start, stop in shares)
+
+
+def share_order(shares: Ranges, rank: int) -> tuple[int, ...]:
+    """Return which rows of a term one rank computes; -1: a row of zeros.
+
+    >>> share_order(((0, 2), (2, 3)), 1)
+    (2, -1)
+    """
+    return row_order(shares)[rank :: len(shares)]
+
+
+def take_rows(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return rows in another order, with zeros where it says -1.
+
+    >>> take_rows(torch.tensor([[1], [2]]), (1, -1, 0)).tolist()
+    [[2], [0], [1]]
+    """
+    padded = torch.cat([tensor, tensor.new_zeros((1, *tensor.shape[1:]))])
+    return padded[torch.tensor(order, dtype=torch.long)]

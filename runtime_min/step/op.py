@@ -1,0 +1,203 @@
+"""The adapted layer as one PyTorch operator, `scute::adapted_linear`: in four steps, define, fake, CUDA, CPU.
+
+It takes tensors and plain numbers alone, so that `torch.compile` and CUDA graphs see one opaque call; which adapter
+each row has lies in tensors, so the mix may change between calls and replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+
+from scute_compile.diagnostics import Code, fail
+from scute_compile.ir.program import RotationKind
+from scute_compile.runtime_min.pool.directory import Field
+from scute_compile.runtime_min.pool.read_back import read_field
+from scute_compile.runtime_min.ranks.exchange import TermExchange
+from scute_compile.runtime_min.reference import SiteSlots, TermSlots, apply_site, expand, rotate, shrink, wide
+from scute_compile.runtime_min.step.arguments import Features, Gemm, PoolTensors, Product, capacity_of
+from scute_compile.runtime_min.step.plan import StepRegions
+
+
+@torch.library.custom_op("scute::adapted_linear", mutates_args=(), device_types="cpu")
+def adapted_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
+    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
+    capacity: Sequence[int], features: Sequence[int],
+) -> torch.Tensor:
+    """Return the output of one fused GEMM, each row with its adapter's slots.
+
+    **Semantics**: rows without an adapter are `x @ weight.T + bias`; the others are `apply_site` of each slice.
+
+    Args:
+        x: Inputs `(T, K)`.
+        weight: `(N, K)`, of any strides.
+        bias: `(N,)` or None.
+        pages: The resident pool's pages; this and the next three as `DeviceMemory` holds them.
+        page_map: int32.
+        directory: int32 `(slots, sites, 16)`.
+        shared: Shared factors.
+        step: The step's metadata, int32: `StepBuffers.device_copy`.
+        first_site: Index of the first slice's site in the directory.
+        widths: Output columns of each slice; they add up to N.
+        capacity: `step_form.capacity_numbers` of the step's buffers.
+        features: `Features.numbers`: what the step needs on a GPU. The reference looks at the tensors instead.
+
+    Returns:
+        `(T, N)` in the dtype of `x`.
+    """
+    del features
+    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
+    gemm = Gemm(first_site=first_site, widths=tuple(widths))
+    return adapted_output(x, _product(weight, bias), tables, StepRegions(capacity_of(capacity), step), gemm)
+
+
+def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    def multiply(rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
+        dtype = rows.dtype  # delta rows come in the wide dtype
+        added = bias.to(dtype) if biased and bias is not None else None
+        return torch.nn.functional.linear(rows, weight.to(dtype), added)
+
+    return multiply
+
+
+def adapted_output(
+    x: torch.Tensor, multiply: Product, tables: PoolTensors, step: StepRegions, gemm: Gemm,
+    exchange: TermExchange | None = None,
+) -> torch.Tensor:
+    """Return the adapted output `(T, N)` of one fused GEMM that the caller multiplies: the reference.
+
+    Args:
+        x: Inputs `(T, K)`.
+        multiply: The base's product; called for `x` with its bias, and for delta rows without.
+        tables: Resident adapters.
+        step: This step's metadata.
+        gemm: Where the layer's sites stand.
+        exchange: How ranks complete the intermediates of fully sharded terms; None where terms are cut on one side.
+    """
+    y = multiply(x, biased=True)
+    row_slot = step.region("row_slot")[: len(x)]
+    held: list[tuple[torch.Tensor, slice, SiteSlots]] = []
+    for slot in dict.fromkeys(row_slot[row_slot >= 0].tolist()):  # rows stand alike on all ranks, slots may not
+        rows = (row_slot == slot).nonzero().flatten()
+        start = 0
+        for site, width in enumerate(gemm.widths, gemm.first_site):
+            slots = read_site(tables, slot, site, (x.shape[1], width), shares=exchange.shares if exchange else 1)
+            if slots is not None:
+                held.append((rows, slice(start, start + width), slots))
+            start += width
+    hs = [shrink(x[rows], term.a, term.d) for rows, _, slots in held for term in slots.terms]
+    whole = iter(exchange.complete(hs) if exchange else hs)
+    for rows, part, slots in held:
+        delta_y = _delta(x[rows], multiply, slots)
+        delta_y = None if delta_y is None else delta_y[:, part]
+        vectors = replace(slots, terms=())
+        out = apply_site(y[rows, part], x[rows], delta_y, vectors, out_dtype=wide(y, x))
+        for term in slots.terms:
+            out = out + expand(next(whole), term.b, term.e)
+        y[rows, part] = out.to(y.dtype)
+    return y
+
+
+@adapted_linear.register_fake
+def _(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
+    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
+    capacity: Sequence[int], features: Sequence[int],
+) -> torch.Tensor:
+    del bias, pages, page_map, directory, shared, step, first_site, widths, capacity, features
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@adapted_linear.register_kernel("cuda")
+def _(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
+    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
+    capacity: Sequence[int], features: Sequence[int],
+) -> torch.Tensor:
+    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
+    regions = StepRegions(capacity_of(capacity), step)
+    gemm = Gemm(first_site=first_site, widths=tuple(widths))
+    out: torch.Tensor = _kernels().adapted_linear(
+        x.contiguous(), weight, bias, tables, regions, gemm, Features.of_numbers(features)
+    )
+    return out
+
+
+def _kernels() -> ModuleType:
+    try:
+        from scute_compile.runtime_min.step import launch
+    except ModuleNotFoundError as error:
+        fail(
+            Code.SC701, where="the runtime on a GPU", found=f"no module named {error.name!r}", expected="triton",
+            next="`pip install triton`, or serve on the CPU",
+        )
+    return launch
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it unannotated
+def exchanged_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
+    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
+    capacity: Sequence[int], features: Sequence[int], exchange: TermExchange,
+) -> torch.Tensor:
+    """Return the output of one layer whose terms are fully sharded; arguments as for `adapted_linear`.
+
+    No operator, since ranks meet in it: `torch.compile` leaves it out. All ranks call it for the same batch.
+    """
+    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
+    regions = StepRegions(capacity_of(capacity), step)
+    gemm = Gemm(first_site=first_site, widths=tuple(widths))
+    if x.device.type == "cpu":
+        return adapted_output(x, _product(weight, bias), tables, regions, gemm, exchange)
+    out: torch.Tensor = _kernels().adapted_linear(
+        x.contiguous(), weight, bias, tables, regions, gemm, Features.of_numbers(features), exchange
+    )
+    return out
+
+
+def read_site(
+    tables: PoolTensors, slot: int, site: int, size: tuple[int, int], *, shares: int = 1
+) -> SiteSlots | None:
+    """Return an adapter's tensors at one site as the directory leads to them; None where it doesn't touch the site.
+
+    Args:
+        tables: The pool's tensors.
+        slot: The adapter's place in the directory.
+        site: The layer's index.
+        size: The layer's inputs and outputs.
+        shares: Among how many ranks the rows of A and entries of d are divided.
+    """
+    record: list[int] = tables.directory[slot, site].tolist()
+    inputs, outputs = size
+
+    def read(field: Field, *shape: int) -> torch.Tensor | None:
+        return read_field(tables, slot, site, field, shape) if record[field] >= 0 else None
+
+    rank, block = record[Field.RANK], record[Field.R_BLOCK]
+    terms: tuple[TermSlots, ...] = ()
+    if rank > 0:
+        a, b = (
+            read_field(tables, slot, site, field, shape)
+            for field, shape in ((Field.A_OFFSET, (rank // shares, inputs)), (Field.B_OFFSET, (rank, outputs)))
+        )
+        terms = (TermSlots(a=a, b=b, d=read(Field.D_OFFSET, rank // shares), e=read(Field.E_OFFSET, outputs)),)
+    delta, rotation = None, None
+    if record[Field.R_OFFSET] >= 0:
+        blocks = 1 if record[Field.R_SHARED] else inputs // block
+        rotation = RotationKind.DIAGONAL if block == 1 else RotationKind.BLOCKS
+        delta = read(Field.R_OFFSET, *((inputs,) if block == 1 else (blocks, block, block)))
+    slots = SiteSlots(
+        rotation=rotation, delta=delta, ds=read(Field.DS_OFFSET, outputs), b=read(Field.SHIFT_OFFSET, outputs),
+        terms=terms,
+    )
+    return slots if terms or any(value is not None for value in (delta, slots.ds, slots.b)) else None
+
+
+def _delta(x: torch.Tensor, multiply: Product, slots: SiteSlots) -> torch.Tensor | None:
+    if slots.rotation is None or slots.delta is None:
+        return None
+    return multiply(rotate(x, slots.delta, slots.rotation), biased=False)

@@ -1,0 +1,296 @@
+"""One step's batch metadata: which rows belong to which resident adapter, as one buffer of int32 on the device.
+
+The buffer has a fixed place and layout, so that a captured graph reads the next step's mix from it. All layers share
+it: a record of work names a segment and a block, and each layer finds its own factors through the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from scute_compile.diagnostics import Code, fail
+from scute_compile.runtime_min.pool.leases import SlotFacts
+
+OWNED_ROWS = 1
+"""Rows of A per program of the decode shrink; of 1, 2 and 4 the best over the four fused sites on an H200."""
+WIDE_RANK = 16
+"""Largest rank of the wide tiles of the decode expand; segments above it are listed for the tall ones as well."""
+PAIR_TOKENS, PAIR_RANKS = 16, 8
+"""Tokens of a shared pair, and rows of its A, per program of the shared shrink. With 16 rows fewer programs are under
+way: with three stages, 16 tenants of VeRA added 1.78 ms to a decode step on an H200, and 1.68 with 8."""
+TILE_TOKENS = 64
+PAIR_FIELDS = 8
+
+
+Segment = tuple[int, Sequence[int]]
+"""A slot, -1 for the base, and its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """How large a step may be; fixes the buffer's layout and the sizes of intermediate buffers."""
+
+    tokens: int
+    ranks: int
+    """Sum over the rows of their adapters' largest ranks."""
+    pairs: int = 4
+    pair_ranks: int = 256
+    """Largest rank of a shared pair."""
+    rotated: int = 0
+    """Rows whose adapter turns its input."""
+    prefill: bool = False
+    """Which of the two forms it is for: each has regions of its own."""
+
+    @property
+    def tall(self) -> int:
+        """Most rows whose adapters may have ranks above `WIDE_RANK`."""
+        return min(self.tokens, self.ranks // (WIDE_RANK + 1))
+
+    def layout(self) -> Mapping[str, tuple[int, int]]:
+        """Return name -> (start, length) of every region of the buffer."""
+        t = self.tokens
+        blocks = t // PAIR_TOKENS + self.pairs + 1
+        lengths = {
+            "counts": 4, "row_slot": t, "pair": PAIR_FIELDS * self.pairs, "rot_position": t,
+            "rotated": 2 * max(1, self.rotated),
+        }
+        if self.prefill:
+            lengths |= {"row_h": t, "seg_rows": t, "tile": 4 * (t // TILE_TOKENS + t + 1)}
+        else:
+            lengths |= {
+                "segment": 4 * t, "tall": 4 * max(1, self.tall), "work": 4 * (t + self.ranks // OWNED_ROWS + 1),
+                "swork": 4 * blocks * -(-self.pair_ranks // PAIR_RANKS), "block": 4 * blocks, "pair_rows": t,
+                "pair_slots": t,
+            }
+        start, regions = 0, {}
+        for name, length in lengths.items():
+            regions[name] = (start, length)
+            start += (length + 3) // 4 * 4
+        return regions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The regions of one step on the host, before they are copied to the device."""
+
+    regions: Mapping[str, Sequence[int]] = field(repr=False)
+    tokens: int
+    owned: bool
+    shared: bool
+    rotated: int
+    """Rows with a rotation."""
+    tiles: int
+    work: int
+    """Records of the owned shrink per slice."""
+    shared_work: int
+    segments: int
+    blocks: int
+    tall: int
+    ranks: int
+    """Of all rows together."""
+    prefill: bool = False
+
+
+def plan_step(
+    rows: Sequence[int], facts: Mapping[int, SlotFacts], pairs: Sequence[Sequence[int]], capacity: Capacity
+) -> StepPlan:
+    """Lay out one step in the form that its buffers are for.
+
+    Args:
+        rows: Slot of every row of the batch, -1 for the base alone.
+        facts: By slot.
+        pairs: Per shared pair: its rank, and zeros. Where its columns lie for a site, the directory's records say.
+        capacity: What the buffers hold.
+
+    Raises:
+        ScuteError: SC804 when the batch is larger than the capacity.
+    """
+    by_slot: dict[int, list[int]] = {}
+    for row, slot in enumerate(rows):
+        by_slot.setdefault(slot, []).append(row)
+    base_rows = by_slot.pop(-1, [])
+    segments = [*by_slot.items(), (-1, base_rows)]  # in the order of rows: slots may differ from rank to rank
+    turned = [row for row, slot in enumerate(rows) if slot >= 0 and facts[slot].rotated]
+    form, ranks = _prefill(segments, facts, len(rows)) if capacity.prefill else _decode(segments, facts, rows)
+    regions: dict[str, Sequence[int]] = {
+        "row_slot": rows, "pair": [value for pair in pairs for value in pair],
+        "rot_position": _positions(turned, len(rows)), "rotated": [v for row in turned for v in (row, rows[row])],
+        **form,
+    }
+    _check(regions, capacity, ranks)
+    return StepPlan(regions=regions, tokens=len(rows), owned=ranks > 0,
+                    shared=any(facts[slot].pair >= 0 for slot in by_slot), rotated=len(turned),
+                    tiles=_records(regions, "tile"), work=_records(regions, "work"),
+                    shared_work=_records(regions, "swork"), segments=_records(regions, "segment"),
+                    blocks=_records(regions, "block"), tall=_records(regions, "tall"), ranks=ranks,
+                    prefill=capacity.prefill)
+
+
+def _prefill(
+    segments: Sequence[Segment], facts: Mapping[int, SlotFacts], rows: int
+) -> tuple[dict[str, Sequence[int]], int]:
+    """Return tiles of one adapter's tokens, and the sum of the rows' ranks, those of shared pairs too."""
+    row_h, position = [0] * rows, 0
+    for slot, members in segments[:-1]:
+        rank = max(facts[slot].rank, facts[slot].pair_rank)
+        for row in members:
+            row_h[row] = position
+            position += rank
+    return {"row_h": row_h, "seg_rows": [row for _, members in segments for row in members],
+            "tile": _tiles(segments)}, position
+
+
+def _decode(
+    segments: Sequence[Segment], facts: Mapping[int, SlotFacts], rows: Sequence[int]
+) -> tuple[dict[str, Sequence[int]], int]:
+    """Return records of work, each with all that a program needs to begin, and the sum of the rows' own ranks."""
+    work: list[int] = []
+    segment: list[int] = []
+    tall: list[int] = []
+    position = 0
+    for slot, members in segments:
+        rank = facts[slot].rank if slot >= 0 else 0
+        for row in members:
+            record = (slot, row, position, 0)
+            for block in range(-(-rank // OWNED_ROWS)):
+                work += (slot << 12 | block, row, position, 0)
+            if slot < 0 or _owns(facts[slot]):
+                segment += record
+            if rank > WIDE_RANK:
+                tall += record
+            position += rank
+    work[3::4] = [len(work) // 4] * (len(work) // 4)
+    return {
+        "work": work,
+        "segment": segment,
+        "tall": tall,
+        "counts": [len(tall) // 4],
+        **_shared(rows, facts),
+    }, position
+
+
+def _owns(facts: SlotFacts) -> bool:
+    """Return whether a segment of its own has anything to do at some site."""
+    return facts.pair < 0 or facts.beside_pair
+
+
+def _records(regions: Mapping[str, Sequence[int]], name: str) -> int:
+    return len(regions.get(name, ())) // 4
+
+
+def _positions(listed: Sequence[int], rows: int) -> list[int]:
+    """Return each row's place among the listed ones; -1 for others."""
+    positions = [-1] * rows
+    for place, row in enumerate(listed):
+        positions[row] = place
+    return positions
+
+
+def _tiles(segments: Sequence[Segment]) -> list[int]:
+    tiles: list[int] = []
+    start = 0
+    for slot, members in segments:
+        for first in range(0, len(members), TILE_TOKENS):
+            tiles += [slot, start + first, min(TILE_TOKENS, len(members) - first), 0]
+        start += len(members)
+    return tiles
+
+
+def _shared(rows: Sequence[int], facts: Mapping[int, SlotFacts]) -> dict[str, list[int]]:
+    by_pair: dict[int, list[int]] = {}
+    for row, slot in enumerate(rows):
+        if slot >= 0 and facts[slot].pair >= 0:
+            by_pair.setdefault(facts[slot].pair, []).append(row)
+    swork: list[int] = []
+    block: list[int] = []
+    listed: list[int] = []
+    for pair, members in by_pair.items():
+        rank = facts[rows[members[0]]].pair_rank
+        for start in range(0, len(members), PAIR_TOKENS):
+            part = (pair, len(listed) + start, min(PAIR_TOKENS, len(members) - start))
+            block += [*part, 0]
+            swork += [value for ranks in range(-(-rank // PAIR_RANKS)) for value in (*part, ranks)]
+        listed += members
+    return {"swork": swork, "block": block, "pair_rows": listed, "pair_slots": [rows[row] for row in listed]}
+
+
+def _check(regions: Mapping[str, Sequence[int]], capacity: Capacity, ranks: int) -> None:
+    layout = capacity.layout()
+    for name, values in regions.items():
+        if len(values) > layout[name][1] or ranks > capacity.ranks:
+            fail(
+                Code.SC804, where=name, found=f"{len(values)} entries, ranks adding up to {ranks}",
+                expected=f"at most {layout[name][1]} entries and ranks of {capacity.ranks}",
+                next="split the batch, or make the runtime with a larger capacity",
+            )
+
+
+class StepRegions:
+    """A step's metadata as kernels read it: one int32 tensor, and where its regions lie."""
+
+    def __init__(self, capacity: Capacity, device_copy: torch.Tensor) -> None:
+        self.capacity = capacity
+        self.layout = capacity.layout()
+        self.device_copy = device_copy
+
+    def region(self, name: str) -> torch.Tensor:
+        """Return a view of one region on the device."""
+        return self._part(self.device_copy, name)
+
+    def _part(self, whole: torch.Tensor, name: str) -> torch.Tensor:
+        start, length = self.layout[name]
+        return whole[start : start + length]
+
+
+HOST_COPIES = 4
+"""Steps whose metadata may wait for the device while the host prepares the next one."""
+
+
+class StepBuffers(StepRegions):
+    """The device's copy of a step's plan, at a fixed address, and the host's copies that it is filled from.
+
+    A copy to the device reads pinned memory after `fill` has returned. So the host has a few buffers in turn, and an
+    event says when each may be written again. Steps that are filled on different streams are for the caller to order.
+    """
+
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        size = sum((length + 3) // 4 * 4 for _, length in capacity.layout().values())
+        super().__init__(capacity, torch.zeros(size, dtype=torch.int32, device=device))
+        cuda = device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(HOST_COPIES if cuda else 1)]
+        self._absent = torch.zeros(size, dtype=torch.int32)
+        for name in ("row_slot", "rotated", "rot_position", *(() if capacity.prefill else ("segment", "work"))):
+            self._part(self._absent, name).fill_(-1)
+        if capacity.prefill:
+            self._part(self._absent, "tile")[::4] = -1
+        self._read: list[torch.cuda.Event | None] = [None] * len(self._hosts)
+        self._turn = 0
+
+    def fill(self, plan: StepPlan) -> None:
+        """Copy a plan to the device in one piece, on the current stream; the host waits for older copies alone.
+
+        Rows beyond the plan's tokens belong to no adapter, and records beyond its own hold no rows: a graph that was
+        captured for larger steps launches programs for them too.
+        """
+        host = self._host()
+        values = host.numpy()
+        values[:] = self._absent.numpy()
+        for name, given in plan.regions.items():
+            start, _ = self.layout[name]
+            values[start : start + len(given)] = given
+        self.device_copy.copy_(host, non_blocking=True)
+        if self.device_copy.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it unannotated
+            event.record(torch.cuda.current_stream(self.device_copy.device))
+            self._read[self._turn] = event
+            self._turn = (self._turn + 1) % len(self._hosts)
+
+    def _host(self) -> torch.Tensor:
+        """Return the next host buffer, once the copy that last read it is done."""
+        read = self._read[self._turn]
+        if read is not None:
+            read.synchronize()
+        return self._hosts[self._turn]

@@ -1,0 +1,100 @@
+"""Names and shapes of a base of which only the config.json is there.
+
+The model is built on the meta device, without weights. This is the one function of planning that imports torch and
+transformers, and only for a folder that holds no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from scute_compile.diagnostics import Code, Diagnostic, ScuteError, fail
+from scute_compile.ir.expressions import Ref, Source
+
+if TYPE_CHECKING:
+    import torch
+
+_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+_WEIGHTS_HELP = "name a folder with the base's safetensors files: their headers give names and shapes"
+
+
+def structure_tensors(config_path: Path) -> Mapping[str, Ref]:
+    """Return the tensors that the base's checkpoint would hold, by key: names, shapes, and the configuration's dtype.
+
+    Tied weights appear once, under the name that `save_pretrained` keeps.
+
+    Raises:
+        ScuteError: SC701 when torch or transformers is not installed, SC405 when transformers can't build the model.
+    """
+    state = _state(config_path)
+    tensors: dict[str, Ref] = {}
+    for key, tensor in state.items():
+        dtype = _SAFETENSORS.get(str(tensor.dtype).removeprefix("torch."), "F32")
+        tensors[key] = Ref(Source.BASE, key, tuple(tensor.shape), dtype)
+    return MappingProxyType(tensors)
+
+
+def _state(config_path: Path) -> Mapping[str, torch.Tensor]:
+    try:
+        import torch
+        import transformers
+    except ImportError as missing:
+        fail(
+            Code.SC701,
+            where=str(config_path),
+            found=f"a base without weights, and no package `{missing.name}`",
+            expected="torch and transformers, to derive the base's structure from its configuration alone",
+            next=f"`pip install torch transformers`, or {_WEIGHTS_HELP}",
+        )
+    try:
+        # Code that comes with a model is never run.
+        config = transformers.AutoConfig.from_pretrained(
+            config_path.parent, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:
+        raise _unbuildable(config_path, error) from error
+    # A multimodal model is registered as a language model too, at times as its text part alone.
+    whole_first = any(str(name).endswith("ForConditionalGeneration") for name in config.architectures or ())
+    kinds = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
+    reason: Exception | None = None
+    for kind in [*(reversed(kinds) if whole_first else kinds), transformers.AutoModel]:
+        try:
+            with torch.device("meta"):
+                return _saved_state(kind.from_config(config, trust_remote_code=False))
+        except Exception as error:  # noqa: BLE001 - any of hundreds of model classes meets a user's configuration here
+            reason = error
+    raise _unbuildable(config_path, reason)
+
+
+def _unbuildable(config_path: Path, error: Exception | None) -> ScuteError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ScuteError(
+        [
+            Diagnostic(
+                code=Code.SC405,
+                where=str(config_path),
+                found=f"no weights, and transformers can't build the model: {reason[:200]}",
+                expected="an architecture that the installed transformers knows",
+                next=f"{_WEIGHTS_HELP}; or upgrade transformers",
+            )
+        ]
+    )
+
+
+def _saved_state(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return a model's tensors as `save_pretrained` names them: tied ones once, renamed to the checkpoint's layout."""
+    seen: set[int] = set()
+    state: dict[str, torch.Tensor] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            state[key] = tensor.detach()
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before the release that loads checkpoints through conversions, names were the model's own
+        return state
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    return reverted

@@ -1,0 +1,203 @@
+"""How `inspect` sees sites and factors, of a plan and of a manifest alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from scute_compile.formats.layout import SHIFT_DTYPE, rank_layout
+from scute_compile.formats.manifest import Manifest, SiteRecord
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.expressions import Expression, Ref, VeraProjection
+from scute_compile.ir.linear import Split
+from scute_compile.ir.program import Owner, Program, Rotation, RotationKind, Site
+from scute_compile.pack.manifest_records import site_record
+from scute_compile.passes.scale import site_expressions
+
+PLANNED_DTYPES = (DType.FLOAT32, DType.BFLOAT16)
+"""In which an adapter's sizes are told; float16 takes what bfloat16 takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotView:
+    """One slot or factor of a site."""
+
+    slot: str
+    """`R`, `s`, `b`, `A`, `B`, `d`, `e`, the last four with the term's number when there are several."""
+    owner: Owner
+    route: str | None = None
+    """Where a live slot is computed; None for factors, and before routes are chosen."""
+    shared: str | None = None
+    """The shared factor that it is a window of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteView:
+    """One adapted layer. Sizes that are 0 are unknown."""
+
+    name: str
+    gemm: str
+    in_features: int
+    out_features: int
+    split: Split
+    rotation: str | None
+    """`diagonal`, or the number and width of the blocks."""
+    ranks: tuple[int, ...]
+    """Of its low-rank terms."""
+    slots: tuple[SlotView, ...]
+    bytes: tuple[tuple[DType, tuple[int, ...]], ...]
+    """Per dtype what each rank holds, without shared factors; empty when unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedView:
+    """A factor that tenants share; it lies in the store once."""
+
+    name: str
+    """Its hash, or before it is written what it is made of."""
+    rank: int
+    features: int
+    bytes: tuple[tuple[DType, int], ...]
+    sites: int
+    """How many sites use it."""
+
+
+def recorded_site(record: SiteRecord, dtypes: Sequence[DType]) -> SiteView:
+    """Describe a site as the manifest does; its bytes are those of the tensors that the writer lays out."""
+    routes = {live.slot: live.route for live in record.live}
+    suffixes = _suffixes(len(record.terms))
+    slots = [name for name, there in (("R", record.rotation), ("s", record.scale), ("b", record.shift)) if there]
+    views = [SlotView(slot=name, owner=Owner.ADAPTER, route=routes.get(name)) for name in slots]
+    for suffix, term in zip(suffixes, record.terms, strict=True):
+        for name, window in (("A", term.a), ("B", term.b)):
+            owner = Owner.SHARED if window else Owner.ADAPTER
+            views.append(SlotView(slot=name + suffix, owner=owner, shared=window.factor if window else None))
+        inner = [name + suffix for name, there in (("d", term.d), ("e", term.e)) if there]
+        views += [SlotView(slot=name, owner=Owner.ADAPTER, route=routes.get(name)) for name in inner]
+    rotation = record.rotation
+    return SiteView(
+        name=record.name,
+        gemm=record.gemm,
+        in_features=record.in_features,
+        out_features=record.out_features,
+        split=record.split,
+        rotation=_turned(rotation.kind, rotation.blocks, rotation.block) if rotation else None,
+        ranks=tuple(term.rank for term in record.terms),
+        slots=tuple(views),
+        bytes=tuple((dtype, _rank_bytes(record, dtype)) for dtype in dtypes),
+    )
+
+
+def _rank_bytes(record: SiteRecord, dtype: DType) -> tuple[int, ...]:
+    ranks = range(len(record.inputs))
+    layouts = (rank_layout(record, rank, dtype).values() for rank in ranks)
+    return tuple(sum(held.itemsize * prod(shape) for held, shape in layout) for layout in layouts)
+
+
+def planned_site(site: Site) -> SiteView:
+    """Describe a site of a plan: as its artifact will when it has a cut, else by the shapes of its values."""
+    if site.cut is not None:
+        planned = recorded_site(site_record(site, _stand_in), PLANNED_DTYPES)
+        names = {_stand_in(whole): _named(whole) for whole in _shared_factors(site)}
+        slots = (replace(slot, shared=names[slot.shared]) if slot.shared else slot for slot in planned.slots)
+        return replace(planned, slots=tuple(slots))
+    linear = site.linear
+    return SiteView(
+        name=site.name,
+        gemm=linear.gemm or site.name,
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        split=linear.split,
+        rotation=_turned_by(site.rotation) if site.rotation else None,
+        ranks=tuple(term.rank for term in site.terms),
+        slots=tuple(_folded_slots(site)),
+        bytes=_whole_bytes(site),
+    )
+
+
+def _folded_slots(site: Site) -> Iterator[SlotView]:
+    """Yield the slots of a site that has no cut and no routes yet."""
+    for name, value in (("R", site.rotation), ("s", site.s), ("b", site.b)):
+        if value is not None:
+            yield SlotView(slot=name, owner=Owner.ADAPTER)
+    for suffix, term in zip(_suffixes(len(site.terms)), site.terms, strict=True):
+        for name, factor in (("A", term.a), ("B", term.b)):
+            whole = factor.shared
+            yield SlotView(slot=name + suffix, owner=factor.owner, shared=_named(whole) if whole else None)
+        for name, vector in (("d", term.d), ("e", term.e)):
+            if vector is not None:
+                yield SlotView(slot=name + suffix, owner=Owner.ADAPTER)
+
+
+def _whole_bytes(site: Site) -> tuple[tuple[DType, tuple[int, ...]], ...]:
+    """Return what one rank that holds everything would hold, from the shapes of the slots' values."""
+    shared = [f.value for term in site.terms for f in (term.a, term.b) if f.owner is not Owner.ADAPTER]
+    own = [value for value in site_expressions(site) if value not in shared]
+    if any(prod(value.shape) == 0 for value in own):
+        return ()
+    shift = prod(site.b.shape) if site.b is not None else 0
+    values = sum(prod(value.shape) for value in own) - shift
+    return tuple((dtype, (values * dtype.itemsize + shift * SHIFT_DTYPE.itemsize,)) for dtype in PLANNED_DTYPES)
+
+
+def recorded_factors(manifest: Manifest) -> Iterator[SharedView]:
+    """Yield the shared factors that an artifact names."""
+    uses = [
+        {window.factor for term in site.terms for window in (term.a, term.b) if window is not None}
+        for site in manifest.sites
+    ]
+    for factor in manifest.factors:
+        yield SharedView(
+            name=factor.hash,
+            rank=factor.rank,
+            features=factor.features,
+            bytes=((factor.dtype, factor.rank * factor.features * factor.dtype.itemsize),),
+            sites=sum(factor.hash in used for used in uses),
+        )
+
+
+def _shared_factors(site: Site) -> Iterator[Expression]:
+    for term in site.terms:
+        yield from (factor.shared for factor in (term.a, term.b) if factor.shared is not None)
+
+
+def planned_factors(program: Program) -> Iterator[SharedView]:
+    """Yield the shared factors that a program's sites are windows of."""
+    users: dict[Expression, int] = {}
+    for site in program.sites:
+        for whole in dict.fromkeys(_shared_factors(site)):
+            users[whole] = users.get(whole, 0) + 1
+    for whole, sites in users.items():
+        rank, features = whole.shape
+        held = tuple((dtype, rank * features * dtype.itemsize) for dtype in PLANNED_DTYPES) if features else ()
+        yield SharedView(name=_named(whole), rank=rank, features=features, bytes=held, sites=sites)
+
+
+def _stand_in(whole: Expression) -> str:
+    # the content's hash is not known before packing; a record wants one, and equal matrices must have equal ones
+    return hashlib.sha256(repr(whole).encode()).hexdigest()
+
+
+def _named(whole: Expression) -> str:
+    for node in whole.walk():
+        if isinstance(node, Ref):
+            return node.key
+        if isinstance(node, VeraProjection):
+            return f"{node.which} drawn from key {node.seed}"
+    return "shared"
+
+
+def _turned_by(rotation: Rotation) -> str:
+    return _turned(rotation.kind, rotation.delta.shape[0], rotation.block)
+
+
+def _turned(kind: RotationKind, blocks: int, block: int) -> str:
+    if kind is RotationKind.DIAGONAL:
+        return "diagonal"
+    return f"one block of {block}, repeated" if blocks == 1 else f"{blocks} blocks of {block}"
+
+
+def _suffixes(terms: int) -> Sequence[str]:
+    return [f".{number}" for number in range(terms)] if terms > 1 else [""] * terms

@@ -1,0 +1,234 @@
+"""Calls of a served model that can't be right are refused before anything runs; one that breaks holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scute_compile.diagnostics import ScuteError
+from scute_compile.runtime_min.model.served_model import ServedModel
+from tests.support.bases import load_base
+from tests.support.served import Compiled, Pair, artifact_of, ids_of, logits_of, served
+
+ROWS = ("lora", "oft")
+
+
+@pytest.fixture
+def made(pair: Pair, shared_folder: Path) -> dict[str, Compiled]:
+    return {recipe: artifact_of(recipe, "llama", pair, shared_folder) for recipe in ROWS}
+
+
+@pytest.fixture
+def model(made: dict[str, Compiled]) -> ServedModel:
+    loaded = served("llama", made["lora"].base)
+    for name, one in made.items():
+        loaded.load(name, one.artifact)
+    return loaded
+
+
+def refused(act: Callable[[], object], says: str, *, code: str = "SC703") -> None:
+    with pytest.raises(ScuteError, match=says) as error:
+        act()
+    assert error.value.diagnostics[0].code.name == code
+
+
+def holds_nothing(model: ServedModel, before: torch.Tensor) -> None:
+    """No adapter is held, the model itself is the base, and the next batch is as before."""
+    for name in model.pool.resident:
+        model.pool.evict(name)
+    assert not any(layer.active for layer in model.layers.values())
+    assert "prepare_inputs_for_generation" not in vars(model.model)
+    assert torch.equal(logits_of(model, ids_of(2, 6), ROWS), before)
+
+
+class Streamer:
+    """Does something at the third token."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act, self.seen = act, 0
+
+    def put(self, _: torch.Tensor) -> None:
+        self.seen += 1
+        if self.seen == 3:
+            self.act()
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def generated(model: ServedModel, streamer: Streamer | None = None) -> torch.Tensor:
+    return model.generate(
+        ids_of(2, 6), adapters=ROWS, do_sample=False, max_new_tokens=6, pad_token_id=0, streamer=streamer
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        (torch.zeros(2, 0, dtype=torch.long), r"shape \[2, 0\]"),
+        (torch.zeros(0, 3, dtype=torch.long), r"shape \[0, 3\]"),
+        (torch.zeros(2, dtype=torch.long), r"shape \[2\]"),
+        ([[3, 4], [5, 6]], "a list"),
+        (None, "neither"),
+    ],
+)
+def test_ids_of_another_form_are_refused(ids: Any, says: str, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
+    before = logits_of(model, ids_of(2, 6), ROWS)
+    refused(lambda: model.forward(ids, adapters=ROWS), says)
+    refused(lambda: model.generate(ids, adapters=ROWS, max_new_tokens=2), says)
+    holds_nothing(model, before)
+
+
+@pytest.mark.parametrize("adapters", ["lo", [["lora"], "oft"], [1, None]])
+def test_names_of_another_form_are_refused(adapters: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
+    refused(lambda: model.forward(ids_of(2, 6), adapters=adapters), "id")
+
+
+def test_a_call_that_breaks_holds_no_adapter(model: ServedModel) -> None:
+    before = logits_of(model, ids_of(2, 6), ROWS)
+
+    def fault() -> None:
+        raise KeyError("of the caller's own")
+
+    with pytest.raises(KeyError, match="own"):
+        generated(model, Streamer(fault))
+    holds_nothing(model, before)
+
+    def breaks(*_: object) -> None:
+        raise IndexError("of a layer's")
+
+    hook = model.model.get_submodule("lm_head").register_forward_pre_hook(breaks)
+    with pytest.raises(IndexError, match="of a layer's"):
+        model.generate(ids_of(2, 6), adapters=ROWS, max_new_tokens=2)
+    hook.remove()
+    holds_nothing(model, before)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        model.generate(ids_of(2, 6), adapters=ROWS, max_new_tokens=0)
+    holds_nothing(model, before)
+
+
+def test_a_call_inside_another_is_refused_and_the_outer_one_goes_on(model: ServedModel) -> None:
+    expected, alone = generated(model), logits_of(model, ids_of(1, 3), ["lora"])
+    seen: list[str] = []
+
+    def inside() -> None:
+        for act in (lambda: generated(model), lambda: logits_of(model, ids_of(1, 3), ["oft"]), model.remove):
+            with pytest.raises(ScuteError) as error:
+                act()
+            seen.append(error.value.diagnostics[0].code.name)
+
+    assert torch.equal(generated(model, Streamer(inside)), expected)
+    assert seen == ["SC703"] * 3
+    with model.step(["lora"], [3]), torch.no_grad():
+        refused(lambda: logits_of(model, ids_of(1, 3), ["oft"]), "inside another")
+        assert torch.equal(model.model(input_ids=ids_of(1, 3)).logits, alone)
+
+
+def test_adapters_come_and_go_while_a_call_runs_and_its_rows_stay(
+    model: ServedModel, pair: Pair, shared_folder: Path
+) -> None:
+    expected = generated(model)
+    large = artifact_of("rslora", "llama", pair, shared_folder)  # of a larger rank: the step's buffers grow
+    assert torch.equal(generated(model, Streamer(lambda: model.load("more", large.artifact))), expected)
+    assert torch.equal(generated(model, Streamer(lambda: model.replace("lora", large.artifact))), expected)
+    assert not torch.equal(generated(model), expected)
+    for name in ("lora", "more"):
+        model.unload(name)
+    assert model.adapters == ("oft",)
+
+
+def test_a_model_that_was_given_back_serves_no_more(model: ServedModel, made: dict[str, Compiled]) -> None:
+    """Its rows would all be the base's, without a word."""
+    model.remove()
+    refused(lambda: logits_of(model, ids_of(1, 3), ["lora"]), "after `remove`")
+    refused(lambda: model.step(["lora"], [3]).__enter__(), "after `remove`")
+    refused(lambda: model.load("later", made["lora"].artifact), "after `remove`")
+    refused(lambda: model.replace("lora", made["lora"].artifact), "after `remove`")
+    model.remove()
+
+
+def test_two_models_of_one_process_know_nothing_of_each_other(made: dict[str, Compiled]) -> None:
+    base = made["lora"].base
+    first, second = served("llama", base), served("llama", base)
+    first.load("tenant", made["lora"].artifact)
+    second.load("tenant", made["oft"].artifact)
+    ids = ids_of(1, 6)
+    one, two = logits_of(first, ids, ["tenant"]), logits_of(second, ids, ["tenant"])
+    assert not torch.equal(one, two)
+    with first.step(["tenant"], [6]), second.step(["tenant"], [6]), torch.no_grad():
+        assert torch.equal(second.model(input_ids=ids).logits, two)
+        assert torch.equal(first.model(input_ids=ids).logits, one)
+
+
+def test_a_model_is_wrapped_once(made: dict[str, Compiled]) -> None:
+    one = load_base("llama", made["lora"].base)
+    first = ServedModel(one, slots=2, num_pages=512, shared_pages=16)
+    refused(lambda: ServedModel(one, slots=2, num_pages=512, shared_pages=16), "another ServedModel")
+    first.remove()
+    second = ServedModel(one, slots=2, num_pages=512, shared_pages=16)
+    second.load("lora", made["lora"].artifact)
+    first.remove()  # a second time: what the other one serves stays
+    assert any(layer is module for layer in second.layers.values() for module in one.modules())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"slots": 0}, {"num_pages": 0}, {"max_tokens": 0}, {"max_rows": -1}, {"tp": 0}, {"rank": 1},
+        {"num_pages": 8.5}, {"num_pages": "8"}, {"slots": None}, {"slots": True},
+    ],
+)
+def test_sizes_that_serve_nothing_are_refused(sizes: dict[str, Any], made: dict[str, Compiled]) -> None:
+    refused(lambda: served("llama", made["lora"].base, **sizes), "at least 1")
+
+
+@pytest.mark.parametrize("sizes", [{"max_rank": -1}, {"shared_pages": "16"}])
+def test_sizes_that_may_be_none_are_refused_below_it(sizes: dict[str, Any], made: dict[str, Compiled]) -> None:
+    refused(lambda: served("llama", made["lora"].base, **sizes), "at least 0")
+
+
+@pytest.mark.parametrize("sizes", [{"num_pages": 10**12}, {"shared_pages": 10**13}, {"num_pages": 10**17}])
+def test_a_pool_that_no_memory_holds_is_refused(sizes: dict[str, int], made: dict[str, Compiled]) -> None:
+    refused(lambda: served("llama", made["lora"].base, **sizes), "fewer pages", code="SC814")
+
+
+@pytest.mark.parametrize("counts", [[2.0, 3], ["2", 3], [None, 3], [True, 3]])
+def test_steps_of_no_number_of_tokens_are_refused(counts: list[Any], model: ServedModel) -> None:
+    refused(lambda: model.step(["lora", "oft"], counts).__enter__(), "at least one token")
+
+
+@pytest.mark.parametrize("source", [None, 7, b"store"])
+def test_what_is_no_artifact_is_refused(source: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
+    refused(lambda: model.load("new", source), "scute compile")
+    assert "new" not in model.adapters
+
+
+def test_guidance_beside_adapters_is_refused_by_its_name(model: ServedModel) -> None:
+    ids = ids_of(2, 4)
+    refused(
+        lambda: model.generate(ids, adapters=["lora", None], guidance_scale=2.0, max_new_tokens=2), "guidance_scale"
+    )
+    assert model.generate(ids, adapters=["lora", None], guidance_scale=1, max_new_tokens=2).shape == (2, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["lora", "dora", "ia3-inputs", "vera", "oft"])
+def test_a_half_precision_model_serves_on_the_cpu(
+    recipe: str, dtype: torch.dtype, pair: Pair, shared_folder: Path
+) -> None:
+    half = artifact_of(recipe, "llama", pair, shared_folder, dtype=str(dtype).removeprefix("torch."))
+    exact = artifact_of(recipe, "llama", pair, shared_folder)
+    model = ServedModel(load_base("llama", half.base).to(dtype), slots=2, num_pages=512, shared_pages=64)
+    model.load("x", half.artifact)
+    wide = served("llama", half.base)
+    wide.load("x", exact.artifact)
+    ids = ids_of(1, 8)
+    ours, plain = (torch.log_softmax(logits_of(model, ids, [name]).float(), -1) for name in ("x", None))
+    theirs, base = (torch.log_softmax(logits_of(wide, ids, [name]), -1) for name in ("x", None))
+    # the base's own rounding is the measure: the adapter's row may not be further from float32 than twice that
+    assert (ours - theirs).abs().mean() < 2 * (plain - base).abs().mean()
+    assert (theirs - base).abs().mean() > 10 * (plain - base).abs().mean()

@@ -1,0 +1,146 @@
+"""Small adapters for the resident pool, drawn from a seed, with no artifact behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+
+from scute_compile.ir.program import RotationKind
+from scute_compile.runtime_min.pool.directory import Field, SiteSlot
+from scute_compile.runtime_min.pool.packed_adapter import (
+    AdapterImage,
+    FactorImage,
+    PairWindow,
+    SharedTerm,
+    SiteContent,
+    pack_adapter,
+    pack_factor,
+    window_of,
+)
+from scute_compile.runtime_min.pool.resident_pool import ResidentPool
+from scute_compile.runtime_min.reference import SiteSlots, TermSlots
+
+SITES = (
+    SiteSlot(name="q", in_features=40, out_features=72, gemm="qv"),
+    SiteSlot(name="v", in_features=40, out_features=20, gemm="qv"),
+    SiteSlot(name="down", in_features=300, out_features=40, gemm="down"),
+)
+DTYPE = torch.bfloat16
+PAIR_RANK = 24
+METHODS = ("lora", "dora", "ia3", "oft", "vera")
+
+
+def pool_of(
+    num_pages: int, slots: int, *, map_entries: int | None = None, lendable: int = 0, shared_pages: int = 64
+) -> ResidentPool:
+    """An empty pool on the CPU for `SITES`."""
+    return ResidentPool(
+        SITES,
+        num_pages=num_pages,
+        slots=slots,
+        dtype=DTYPE,
+        device=torch.device("cpu"),
+        map_entries=map_entries,
+        lendable=lendable,
+        shared_pages=shared_pages,
+    )
+
+
+@cache
+def shared_factors(seed: int) -> tuple[FactorImage, FactorImage]:
+    """A pair that is as wide as the widest site."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(PAIR_RANK, max(site.in_features for site in SITES), generator=generator)
+    b = torch.randn(PAIR_RANK, max(site.out_features for site in SITES), generator=generator)
+    return pack_factor(f"a{seed}", a.to(DTYPE), DTYPE), pack_factor(f"b{seed}", b.to(DTYPE), DTYPE)
+
+
+def content(method: str, site: SiteSlot, seed: int) -> SiteContent:
+    """One site's slots as the method leaves them after folding; LoRA has one term at `q` and two elsewhere."""
+    generator = torch.Generator().manual_seed(seed + 1000 * len(site.name))
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DTYPE)
+
+    slots, shared = SiteSlots(), None
+    if method in ("lora", "dora"):
+        rank = 1 + seed % 13
+        terms = tuple(
+            TermSlots(a=drawn(rank + number, site.in_features), b=drawn(rank + number, site.out_features))
+            for number in range(1 if site.name == "q" else 2)
+        )
+        dora = method == "dora"
+        slots = SiteSlots(
+            terms=terms,
+            ds=drawn(site.out_features) if dora else None,
+            b=drawn(site.out_features).float() / 3 if dora else None,
+        )
+    elif method == "ia3":
+        diagonal = site.name == "down"
+        slots = SiteSlots(
+            rotation=RotationKind.DIAGONAL if diagonal else None,
+            delta=drawn(site.in_features) if diagonal else None,
+            ds=None if diagonal else drawn(site.out_features),
+        )
+    elif method == "oft":
+        blocks = 1 if site.name == "v" else site.in_features // 20
+        slots = SiteSlots(rotation=RotationKind.BLOCKS, delta=drawn(blocks, 20, 20))
+    else:
+        a, b = shared_factors(seed % 2)
+        pair = PairWindow(a=window_of(a, DTYPE), b=window_of(b, DTYPE))
+        shared = SharedTerm(pair=pair, d=drawn(PAIR_RANK), e=drawn(site.out_features))
+    return SiteContent(in_features=site.in_features, out_features=site.out_features, slots=slots, shared=shared)
+
+
+@cache
+def contents(method: str, seed: int) -> Mapping[str, SiteContent]:
+    """All sites but one, which the seed chooses."""
+    return {site.name: content(method, site, seed) for number, site in enumerate(SITES) if number != seed % 4}
+
+
+@cache
+def image(method: str, seed: int) -> AdapterImage:
+    """The image of an adapter."""
+    return pack_adapter(f"{method}-{seed}", SITES, contents(method, seed), DTYPE)
+
+
+def tensors(method: str, seed: int) -> Mapping[tuple[str, Field], torch.Tensor]:
+    """What must be read back, by site and field."""
+    found: dict[tuple[str, Field], torch.Tensor] = {}
+    for name, held in contents(method, seed).items():
+        site = next(site for site in SITES if site.name == name)
+        parts: dict[Field, torch.Tensor | None] = {
+            Field.DS_OFFSET: held.slots.ds,
+            Field.SHIFT_OFFSET: held.slots.b,
+            Field.R_OFFSET: held.slots.delta,
+        }
+        if held.slots.terms:
+            parts[Field.A_OFFSET] = torch.cat([term.a for term in held.slots.terms])
+            parts[Field.B_OFFSET] = torch.cat([term.b for term in held.slots.terms])
+        if held.shared is not None:
+            a, b = (
+                factor.buffer.view(DTYPE)[: PAIR_RANK * padded].view(PAIR_RANK, padded)
+                for factor, padded in zip(shared_factors(seed % 2), (304, 72), strict=True)
+            )
+            parts |= {Field.A_OFFSET: a[:, : site.in_features], Field.B_OFFSET: b[:, : site.out_features]}
+            parts |= {Field.D_OFFSET: held.shared.d, Field.E_OFFSET: held.shared.e}
+        found |= {(name, field): tensor for field, tensor in parts.items() if tensor is not None}
+    return found
+
+
+def assert_reads_back(pool: ResidentPool, slot: int, method: str, seed: int) -> None:
+    """Every tensor of the adapter lies where the device's tables say, and no other is announced."""
+    wanted = tensors(method, seed)
+    for (site, field), tensor in wanted.items():
+        assert torch.equal(pool.read_back(slot, site, field, tuple(tensor.shape)), tensor), (method, seed, site, field)
+    announced = _announced(pool.memory.directory[slot], [site.name for site in pool.sites])
+    assert announced == set(wanted)
+
+
+def _announced(records: torch.Tensor, sites: Sequence[str]) -> set[tuple[str, Field]]:
+    offsets = [field for field in Field if field.name.endswith("_OFFSET")]
+    return {
+        (name, field) for name, record in zip(sites, records, strict=True) for field in offsets if record[field] >= 0
+    }

@@ -1,0 +1,187 @@
+"""Adapters of every kind and steps over them, small enough for Triton's interpreter: what `kernel_checks.py` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from scute_compile.ir.program import RotationKind
+from scute_compile.runtime_min.pool.directory import SiteSlot
+from scute_compile.runtime_min.pool.packed_adapter import (
+    FactorImage,
+    PairWindow,
+    SharedTerm,
+    SiteContent,
+    pack_adapter,
+    pack_factor,
+    window_of,
+)
+from scute_compile.runtime_min.pool.resident_pool import ResidentPool
+from scute_compile.runtime_min.reference import SiteSlots, TermSlots
+from scute_compile.runtime_min.step.arguments import (
+    Features,
+    Gemm,
+    PoolTensors,
+    capacity_numbers,
+    features_of,
+    fixed_features,
+)
+from scute_compile.runtime_min.step.op import adapted_linear as by_reference
+from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
+
+GEMMS = ((72, (64, 40, 32)), (520, (64,)))
+SITES = tuple(
+    SiteSlot(name=f"{number}.{part}", in_features=inputs, out_features=width, gemm=str(number))
+    for number, (inputs, widths) in enumerate(GEMMS)
+    for part, width in enumerate(widths)
+)
+PAIR_RANK = 43
+"""Not whole blocks of the shrink's."""
+ADAPTERS = (
+    "lora-5",
+    "dora-16",
+    "ia3",
+    "oft-8",
+    "diagonal",
+    "vera",
+    "vera-2",
+    "lora-37",
+    "lora-3-partly",
+    "oft-shared-4",
+    "oft-8-partly",
+    "oft-wide",
+)
+ROWS = (0, 1, None, 2, 3, 5, 4, 7, 6, 8, 0, 9, 10, 5, 11, 0)
+"""Numbers of `ADAPTERS`; rows of one adapter stand apart, and three of them are two segments of a decode step."""
+
+
+@cache
+def factors() -> tuple[FactorImage, FactorImage]:
+    """Shared factors as wide as the widest site."""
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(PAIR_RANK, 520, generator=generator) / 520**0.5
+    b = torch.randn(PAIR_RANK, 64, generator=generator)
+    first, second = (pack_factor(name, factor, torch.float32) for name, factor in (("a", a), ("b", b)))
+    return first, second
+
+
+def pair(site: SiteSlot) -> PairWindow:
+    """The columns that a site uses: some sites don't start at the first, as on the ranks of a tensor-parallel model."""
+    a, b = factors()
+    column_a, column_b = {"0.0": (16, 0), "0.1": (16, 8), "0.2": (16, 32)}.get(site.name, (0, 0))
+    return PairWindow(
+        a=window_of(a, torch.float32, column=column_a), b=window_of(b, torch.float32, column=column_b)
+    )
+
+
+def content(adapter: str, site: SiteSlot, generator: torch.Generator) -> SiteContent:
+    """One site's slots as the adapter's name says."""
+
+    def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    method, *numbers = adapter.removesuffix("-partly").replace("shared-", "").split("-")
+    k, n = site.in_features, site.out_features
+    slots, shared = SiteSlots(), None
+    if method in ("lora", "dora"):
+        rank = int(numbers[0])
+        slots = SiteSlots(terms=(TermSlots(a=drawn(rank, k, scale=k**-0.5), b=drawn(rank, n)),))
+    if method in ("dora", "ia3"):
+        slots = replace(slots, ds=drawn(n, scale=0.3), b=drawn(n) if method == "dora" else None)
+    if method == "diagonal":
+        slots = SiteSlots(rotation=RotationKind.DIAGONAL, delta=drawn(k, scale=0.3))
+    if method == "oft":
+        width = {72: 36, 520: 104}[k] if numbers[0] == "wide" else int(numbers[0])  # don't divide a prefill tile's 64
+        blocks = 1 if "shared" in adapter else k // width
+        slots = SiteSlots(rotation=RotationKind.BLOCKS, delta=drawn(blocks, width, width, scale=0.3))
+    if method == "vera":
+        shared = SharedTerm(pair=pair(site), d=drawn(PAIR_RANK), e=drawn(n))
+    return SiteContent(in_features=k, out_features=n, slots=slots, shared=shared)
+
+
+@cache
+def pool() -> ResidentPool:
+    """All adapters, in pages that held NaN before."""
+    made = ResidentPool(
+        SITES, num_pages=400, slots=16, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=2
+    )
+    made.memory.pages.fill_(float("nan"))
+    made.memory.shared.fill_(float("nan"))
+    for name in ADAPTERS:
+        generator = torch.Generator().manual_seed(len(name) + 100)
+        held = [site for site in SITES if not (name.endswith("partly") and site.name == "0.1")]
+        contents = {site.name: content(name, site, generator) for site in held}
+        made.load(name, pack_adapter(name, SITES, contents, torch.float32))
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """One step over one GEMM, for kernels and reference alike."""
+
+    rows: tuple[int | None, ...]
+    prefill: bool
+    buffers: StepBuffers
+    features: Features
+    tables: PoolTensors
+
+    def kernels(self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The kernels' output for the GEMM of this number."""
+        from scute_compile.runtime_min.step.launch import adapted_linear
+
+        gemm = Gemm(first_site=first_site(number), widths=GEMMS[number][1])
+        return adapted_linear(x, weight, bias, self.tables, self.buffers, gemm, self.features)
+
+    def reference(self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The reference's output, in float64."""
+        tables = self.tables
+        out: torch.Tensor = by_reference(
+            x.double(), weight.double(), None if bias is None else bias.double(), tables.pages, tables.page_map,
+            tables.directory, tables.shared, self.buffers.device_copy, first_site(number), list(GEMMS[number][1]),
+            list(capacity_numbers(self.buffers.capacity)), list(self.features.numbers()),
+        )
+        return out
+
+
+def first_site(number: int) -> int:
+    return sum(len(widths) for _, widths in GEMMS[:number])
+
+
+def step_of(
+    rows: Sequence[int | None], *, prefill: bool, fixed: bool = False, buffers: StepBuffers | None = None
+) -> Step:
+    """Plan a step on the pool's adapters."""
+    held, memory = pool(), pool().memory
+    slots = {number: held.resident[name] for number, name in enumerate(ADAPTERS)}
+    if buffers is None:
+        capacity = Capacity(
+            tokens=96 if prefill else 32,
+            ranks=4096 if prefill else 256,
+            pairs=len(held.pairs),
+            pair_ranks=PAIR_RANK,
+            rotated=8,
+            prefill=prefill,
+        )
+        buffers = StepBuffers(capacity, torch.device("cpu"))
+    plan = plan_step([-1 if row is None else slots[row] for row in rows], held.facts, held.pairs, buffers.capacity)
+    buffers.fill(plan)
+    features = features_of(plan, whole_granules=True)
+    if fixed:
+        features = fixed_features(buffers.capacity, slots=16, prefill=prefill, whole_granules=True)
+    tables = PoolTensors(
+        pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared
+    )
+    return Step(rows=tuple(rows), prefill=prefill, buffers=buffers, features=features, tables=tables)
+
+
+def inputs(number: int, rows: int, *, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Input, weight and bias of one GEMM; row i is the same whatever the number of rows."""
+    k, widths = GEMMS[number]
+    generator = torch.Generator().manual_seed(number)
+    weight = torch.randn(sum(widths), k, generator=generator) * k**-0.5
+    added = torch.randn(sum(widths), generator=generator)
+    x = torch.stack([torch.randn(k, generator=generator) for _ in range(rows)])
+    return x, weight, added if bias else None

@@ -1,0 +1,195 @@
+"""Adapters, their artifacts, and what PEFT answers with each: the other half of every comparison."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
+
+from scute_compile.driver.commands import compile_adapters
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.target import Target
+from tests.runtime_vllm.engine import Adapter, Answer, Engine, Row
+from tests.support.adapters import RECIPES, TASK, draw, lora
+from tests.support.bases import ATTENTION, BASES, made_once
+
+BOUND = 1e-4
+"""Largest difference of a log-probability from PEFT's, both in float32."""
+OWN = {
+    "rsdora-attention": lora(use_dora=True, use_rslora=True, target_modules=list(ATTENTION)),
+    "lora-rank-32": lora(r=32),
+    "lora-rank-128": lora(r=128),
+    "lora-head": lora(r=8, target_modules=["q_proj", "down_proj", "lm_head"]),
+    "lora-only-head": lora(r=3, target_modules=["lm_head"]),
+}
+"""Recipes that only these tests need."""
+NINE = ("lora", "rslora", "dora", "rsdora-attention", "ia3", "vera", "vera-twin", "oft", "oft-shared")
+SERVED = (None, *NINE)
+"""The base's row and nine adapters'. A name with `-twin` and anything after is its recipe again, drawn anew."""
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+IA3 = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"], "task_type": TASK}
+LARGE: Mapping[str, Callable[[], object]] = {
+    "lora": lambda: LoraConfig(r=8, lora_alpha=12, target_modules=EVERY, task_type=TASK),
+    "rslora": lambda: LoraConfig(r=9, lora_alpha=4, use_rslora=True, target_modules=EVERY, task_type=TASK),
+    "dora": lambda: LoraConfig(r=8, lora_alpha=12, use_dora=True, target_modules=EVERY, task_type=TASK),
+    "rsdora-attention": lambda: LoraConfig(
+        r=4, lora_alpha=6, use_dora=True, use_rslora=True, target_modules=EVERY[:4], task_type=TASK
+    ),
+    "ia3": lambda: IA3Config(**IA3),
+    "vera": lambda: VeraConfig(r=16, target_modules=["v_proj", "down_proj"], task_type=TASK),
+    "vera-twin": lambda: VeraConfig(r=16, target_modules=["v_proj", "down_proj"], task_type=TASK),
+    "oft": lambda: OFTConfig(oft_block_size=32, target_modules=EVERY, task_type=TASK),
+    "oft-shared": lambda: OFTConfig(oft_block_size=32, block_share=True, target_modules=EVERY, task_type=TASK),
+}
+"""The same nine for a base of real size."""
+
+
+def _tiny_config(name: str, base: str) -> object:
+    sites = BASES[base].sites
+    recipe = name.partition("-twin")[0]
+    return OWN[recipe](sites) if recipe in OWN else RECIPES[recipe].config(sites)
+
+
+def _drawn_gently(model: torch.nn.Module, seed: int) -> None:
+    """Draw learned values of a size that leaves a real model a model."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "magnitude" in name:
+            parameter.data = parameter.data * (1 + 0.1 * noise)
+        elif "ia3_l" in name:
+            parameter.data = 1 + 0.2 * noise
+        elif "vera_lambda" in name:
+            parameter.data = 0.3 * noise
+        elif "lora_A" in name:
+            parameter.data = noise / math.sqrt(parameter.shape[1])
+        else:
+            parameter.data = (0.02 if "oft_R" in name else 0.05) * noise
+
+
+def prompt_of(seed: int, length: int | None = None) -> tuple[int, ...]:
+    """Random tokens; without a length, each seed has one of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    count = length or 5 + seed % 9
+    return tuple(torch.randint(3, 128, (count,), generator=generator).tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far an answer is from PEFT's."""
+
+    worst: float
+    """The largest difference of a log-probability."""
+    greedy: bool
+    """Whether every token is the one that PEFT holds most likely."""
+
+    @property
+    def none(self) -> bool:
+        """Whether the answer is PEFT's."""
+        return self.greedy and self.worst <= BOUND
+
+
+@dataclass(kw_only=True)
+class Tenants:
+    """Adapters of one base, made once per session in `root`."""
+
+    base: Path
+    root: Path
+    tiny: str = ""
+    """The name of a tiny base; empty for a real one."""
+    _models: dict[Path | None, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[str, str], int]:
+        return {}
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of an adapter as PEFT saves it."""
+        return made_once(self.root / "adapters" / name, lambda folder: self._save(name, folder))
+
+    def _save(self, name: str, folder: Path) -> None:
+        seed = sum(name.encode())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's advice on options that the tests choose on purpose
+            config = _tiny_config(name, self.tiny) if self.tiny else LARGE[name]()
+            model = get_peft_model(self._load(), config)
+            (draw if self.tiny else _drawn_gently)(model, seed)
+            model.save_pretrained(folder)
+
+    def artifact(self, name: str, *, tp: int = 1, store: str = "store") -> Path:
+        """Return the artifact of an adapter for `tp` ranks, compiled in float32."""
+        place = self.root / f"{store}-{tp}"
+        if not (place / name).is_dir():
+            self.compiled(self.folder(name), place, name=name, tp=tp)
+        return place / name
+
+    def compiled(self, folder: Path, store: Path, *, name: str, tp: int = 1) -> Path:
+        """Compile an adapter's folder into a store, in the place of what has that name."""
+        target = Target(tp=tp, dtype=DType.FLOAT32)
+        (done,) = compile_adapters([str(folder)], str(self.base), target, store, name=name, quiet=True)
+        assert (store / name / "manifest.json").is_file(), done
+        return store / name
+
+    def request(self, path: Path, *, name: str = "", in_place: bool = False) -> Adapter:
+        """What a request for an adapter says; equal names and places get equal numbers."""
+        key = (name or path.name, str(path))
+        number = self._numbers.setdefault(key, len(self._numbers) + 1)
+        return Adapter(name=key[0], number=number, path=key[1], in_place=in_place)
+
+    def row(self, name: str | None, seed: int, *, tp: int = 1) -> Row:
+        """A request for the artifact of an adapter, or for the base."""
+        adapter = None if name is None else self.request(self.artifact(name, tp=tp))
+        return Row(prompt=prompt_of(seed), adapter=adapter)
+
+    def _load(self) -> Any:  # noqa: ANN401 - transformers' class, unannotated
+        return transformers.AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).eval()
+
+    def _model(self, name: str | None) -> Callable[..., Any]:
+        folder = self.folder(name) if name else None
+        if folder not in self._models:
+            if not self.tiny:
+                self._models.clear()  # each holds the whole base
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._models[folder] = PeftModel.from_pretrained(self._load(), str(folder)) if folder else self._load()
+        model: Callable[..., Any] = self._models[folder]
+        return model
+
+    def logprobs(self, name: str | None, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
+        """What PEFT says of every new token, `[tokens, vocabulary]`."""
+        with torch.no_grad():
+            logits = self._model(name)(input_ids=torch.tensor([prompt + tokens])).logits[0]
+        said: torch.Tensor = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
+        return said
+
+    def difference(self, answer: Answer, name: str | None) -> Difference:
+        """Compare an answer with that of PEFT's adapter `name`, or of the base."""
+        said = self.logprobs(name, answer.prompt, answer.tokens)
+        worst = max(
+            abs(logprob - said[step, token].item())
+            for step, by_token in enumerate(answer.logprobs)
+            for token, logprob in by_token.items()
+        )
+        greedy = answer.tokens == tuple(said.argmax(-1).tolist())
+        return Difference(worst=worst if math.isfinite(worst) else math.inf, greedy=greedy)
+
+    def assert_equal(self, answer: Answer, name: str | None) -> None:
+        """The answer is PEFT's."""
+        difference = self.difference(answer, name)
+        assert difference.none, (name, difference)
+
+    def assert_served(self, engine: Engine, *names: str | None, seed: int = 0) -> None:
+        """Ask for the artifacts of all in one batch (None: the base); every answer is PEFT's."""
+        answers = engine.generate([self.row(name, seed + place) for place, name in enumerate(names)])
+        for name, answer in zip(names, answers, strict=True):
+            self.assert_equal(answer, name)

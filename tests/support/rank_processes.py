@@ -1,0 +1,52 @@
+"""Ranks as real processes over gloo: each runs one function of a test, and the first one's answer comes back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.spawn import start_processes
+
+PRELOADED = [
+    "scute_compile.runtime_min.ranks.distributed_layers",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+]
+ROOT = str(Path(__file__).parent.parent)
+Answer = dict[str, torch.Tensor]
+Work = Callable[..., Answer]
+
+
+def on_ranks(count: int, work: Work, *arguments: object) -> list[Answer]:
+    """Run `work(*arguments)` on `count` ranks of a process group and return every rank's tensors.
+
+    `work` must be importable. The processes meet in a file, so that no port is taken.
+    """
+    if ROOT not in sys.path:  # ranks take the path from here; `python -m pytest` has the root on it, `pytest` has not
+        sys.path.append(ROOT)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        # a server that has imported what ranks need once, and forks them before it has threads
+        set_forkserver_preload(PRELOADED)
+        start_processes(  # type: ignore[no-untyped-call] # torch leaves it unannotated
+            _begin, (count, folder, work, arguments), nprocs=count, start_method="forkserver"
+        )
+        return [load_file(folder / f"{rank}.safetensors") for rank in range(count)]
+
+
+def _begin(rank: int, count: int, folder: Path, work: Work, arguments: tuple[object, ...]) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=count)
+    try:
+        answer = work(*arguments)
+    finally:
+        dist.destroy_process_group()
+    save_file({name: tensor.contiguous() for name, tensor in answer.items()}, folder / f"{rank}.safetensors")
