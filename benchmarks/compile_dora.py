@@ -124,8 +124,14 @@ def write_adapter(folder: Path, norms: Mapping[str, torch.Tensor], generator: to
         tensors[f"{stem}magnitude_vector"] = norm * (1 + 0.3 * torch.randn(outputs, generator=generator))
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
-        "peft_type": "LORA", "peft_version": "0.21.2", "task_type": "CAUSAL_LM", "use_dora": True, "bias": "none",
-        "base_model_name_or_path": "base", "r": RANK, "lora_alpha": ALPHA,
+        "peft_type": "LORA",
+        "peft_version": "0.21.2",
+        "task_type": "CAUSAL_LM",
+        "use_dora": True,
+        "bias": "none",
+        "base_model_name_or_path": "base",
+        "r": RANK,
+        "lora_alpha": ALPHA,
         "target_modules": sorted(name.rsplit(".", 1)[1] for name in PROJECTIONS),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -161,8 +167,15 @@ def norms_alone(base: Path, adapter: Path) -> Callable[[], object]:
     planned = plan(str(adapter), opened, Target())
     if planned.program is None or planned.adapter is None:
         raise AssertionError(planned.findings)
-    package = Package(name="dora", program=planned.program, adapter=planned.adapter, base={}, sources={},
-                      dtypes=(DType.BFLOAT16,), tool="")
+    package = Package(
+        name="dora",
+        program=planned.program,
+        adapter=planned.adapter,
+        base={},
+        sources={},
+        dtypes=(DType.BFLOAT16,),
+        tool="",
+    )
     return lambda: read_norms((package,), opened.checkpoint, lambda *_: None)
 
 
@@ -233,8 +246,14 @@ def measure(base: Path, adapter: Path, repeats: int) -> dict[str, float]:
         for name, action in actions.items():
             times[name].append(_seconds(action))
     figures = {f"{name} s": statistics.median(each) for name, each in times.items()}
-    for above, below in (("compile", "cat"), ("norms", "cat"), ("PEFT forward", "norms"), ("PEFT forward", "compile"),
-                         ("PEFT update_layer", "norms"), ("PEFT update_layer", "compile")):
+    for above, below in (
+        ("compile", "cat"),
+        ("norms", "cat"),
+        ("PEFT forward", "norms"),
+        ("PEFT forward", "compile"),
+        ("PEFT update_layer", "norms"),
+        ("PEFT update_layer", "compile"),
+    ):
         figures[f"{above} / {below}"] = figures[f"{above} s"] / figures[f"{below} s"]
     before, after = peak_memory(base, adapter)
     return {**figures, "imports MB": before, "peak MB": after - before}

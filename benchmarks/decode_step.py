@@ -77,9 +77,11 @@ class Base:
     @classmethod
     def random(cls) -> Base:
         """Draw them."""
-        return cls(weights=tuple(
-            tuple(normal(sum(widths), k, scale=k**-0.5) for _, k, widths in GEMMS) for _ in range(DISTINCT_LAYERS)
-        ))
+        return cls(
+            weights=tuple(
+                tuple(normal(sum(widths), k, scale=k**-0.5) for _, k, widths in GEMMS) for _ in range(DISTINCT_LAYERS)
+            )
+        )
 
     def step(self, layer: Callable[[int, int, torch.Tensor], object]) -> None:
         """Call `layer` for every GEMM of a step."""
@@ -106,15 +108,16 @@ class Pool:
         }
         pages = sum(made[key].buffer.numel() // 2048 + 2 for key in methods)
         self.bytes = sum(made[key].buffer.numel() for key in methods) * LAYERS // DISTINCT_LAYERS
-        self.resident = ResidentPool(sites, num_pages=pages, slots=len(methods), dtype=DTYPE, device=DEVICE)
+        self.resident = ResidentPool(sites, num_pages=pages, max_adapters=len(methods), dtype=DTYPE, device=DEVICE)
         names = [f"{method}-{rank}-{number}" for number, (method, rank) in enumerate(methods)]
         slots = [self.resident.load(name, made[key]) for name, key in zip(names, methods, strict=True)]
         torch.cuda.synchronize()
         facts, pairs = self.resident.facts, self.resident.pairs
         rotated = sum(facts[slot].rotated for slot in slots) * rows
         ranks = sum(max(facts[slot].rank, facts[slot].pair_rank if rows > 1 else 0) for slot in slots) * rows
-        capacity = Capacity(tokens=len(slots) * rows, ranks=max(16, ranks), pairs=max(1, len(pairs)), rotated=rotated,
-                            prefill=rows > 1)
+        capacity = Capacity(
+            tokens=len(slots) * rows, ranks=max(16, ranks), pairs=max(1, len(pairs)), rotated=rotated, prefill=rows > 1
+        )
         self.buffers = StepBuffers(capacity, DEVICE)
         plan = plan_step([slot for slot in slots for _ in range(rows)], facts, pairs, capacity)
         self.buffers.fill(plan)
@@ -156,8 +159,10 @@ def vllm_step(base: Base, tenants: int, rank: int, xs: Sequence[torch.Tensor]) -
 
     ops = load()
     layers = [
-        [VllmLayer.random(ops, widths=w, inputs=k, max_loras=tenants, rank=rank, dtype=DTYPE, device=DEVICE)
-         for _, k, w in GEMMS]
+        [
+            VllmLayer.random(ops, widths=w, inputs=k, max_loras=tenants, rank=rank, dtype=DTYPE, device=DEVICE)
+            for _, k, w in GEMMS
+        ]
         for _ in range(DISTINCT_LAYERS)
     ]
     meta = ops.meta(torch.arange(tenants, dtype=torch.int32, device=DEVICE), tenants)
@@ -193,8 +198,10 @@ def launch_costs(base: Base) -> Mapping[str, float]:
     turned = [normal(1 + len(widths), k) for _, k, widths in GEMMS]
     plain = dict.fromkeys(("lora", "ia3", "vera"), plain_ms(base, xs)) | {"oft": plain_ms(base, turned)}
     pools = {method: Pool([(method, 1)], pair_rank=16, block=8) for method in plain}
-    costs = {method: (median_ms(lambda p=pool: base.step(p.layer(xs))) - plain[method]) / (LAYERS * len(GEMMS))
-             for method, pool in pools.items()}
+    costs = {
+        method: (median_ms(lambda p=pool: base.step(p.layer(xs))) - plain[method]) / (LAYERS * len(GEMMS))
+        for method, pool in pools.items()
+    }
     return {**costs, "dora": costs["lora"]}
 
 
@@ -235,8 +242,11 @@ def measure(
         told, added = model(base, methods, own), step - own
         errors.append(abs(told / added - 1))
         rows[name] = {"step_ms": step, "added_ms": added, "floor_ms": floor, "model_ms": told, "bytes": pool.bytes}
-        print(f"  {name:18s} step {step:6.3f}  added {added:6.3f}  floor {floor:5.3f}  "
-              f"model {told:5.3f}  {pool.bytes / 1e6:7.1f} MB", flush=True)
+        print(
+            f"  {name:18s} step {step:6.3f}  added {added:6.3f}  floor {floor:5.3f}  "
+            f"model {told:5.3f}  {pool.bytes / 1e6:7.1f} MB",
+            flush=True,
+        )
         del pool
         torch.cuda.empty_cache()
     rows["model_error"] = statistics.median(errors)
@@ -261,8 +271,10 @@ def main() -> None:
     with_vllm = (Path(__file__).parent.parent / ".vllm_ops").is_dir()
     costs, times = launch_costs(base), read_times(median_ms, DEVICE)
     print("reading alone, us: " + ", ".join(f"{n / 1e6:.1f} MB {times(n) * 1e3:.1f}" for n in (1e6, 4e6, 16e6, 64e6)))
-    print("kernels of one GEMM with next to nothing to move, us: "
-          + ", ".join(f"{method} {cost * 1e3:.1f}" for method, cost in costs.items()))
+    print(
+        "kernels of one GEMM with next to nothing to move, us: "
+        + ", ".join(f"{method} {cost * 1e3:.1f}" for method, cost in costs.items())
+    )
     model = Model(read=times, costs=costs)
     sizes = {str(n): measure(base, n, read, launch, model, with_vllm=with_vllm) for n in options.tenants}
     result = {

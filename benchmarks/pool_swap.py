@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from scute_compile.runtime_min.pool.directory import PAGE_BYTES, Field
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
-from tests.support.drawn_adapters import LLAMA_8B, SiteSlot, pair_of, sites_of, tenant
+from tests.support.drawn_adapters import LLAMA_8B, DirectoryEntry, pair_of, sites_of, tenant
 
 DTYPE = torch.bfloat16
 PAIR_RANK = 256
@@ -88,22 +88,22 @@ def copy_seconds(size: int, device: torch.device, repeats: int) -> float:
     return timed(lambda: target.copy_(host, non_blocking=True), device, repeats)
 
 
-def images(
-    method: str, sites: Sequence[SiteSlot], device: torch.device, *, rank: int, count: int
-) -> list[AdapterImage]:
+def packed_adapters(
+    method: str, sites: Sequence[DirectoryEntry], device: torch.device, *, rank: int, count: int
+) -> list[PackedAdapter]:
     """Return adapters of one method that share a pair where it has one."""
     pin = device.type == "cuda"
     pair = pair_of(sites, PAIR_RANK, DTYPE, pin=pin) if method == "vera" else None
     return [tenant(method, sites, DTYPE, rank=rank, pair=pair, seed=seed, pin=pin) for seed in range(count)]
 
 
-def swap(case: tuple[str, str, int], sites: Sequence[SiteSlot], device: torch.device, repeats: int) -> Row:
+def swap(case: tuple[str, str, int], sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
     """Let adapters take turns in a pool with one slot to spare, so that each comes in anew."""
     label, method, rank = case
-    made = images(method, sites, device, rank=rank, count=3)
-    pool = ResidentPool(sites, num_pages=2 * made[0].pages, slots=2, dtype=DTYPE, device=device)
-    for image in made:
-        pool.add(image.name, image)
+    made = packed_adapters(method, sites, device, rank=rank, count=3)
+    pool = ResidentPool(sites, num_pages=2 * made[0].pages, max_adapters=2, dtype=DTYPE, device=device)
+    for packed in made:
+        pool.add(packed.name, packed)
     turn = 0
 
     def next_in() -> None:
@@ -126,10 +126,10 @@ def swap(case: tuple[str, str, int], sites: Sequence[SiteSlot], device: torch.de
     }
 
 
-def batch(sites: Sequence[SiteSlot], device: torch.device, repeats: int) -> Row:
+def batch(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
     """Bring 64 IA3 adapters in by one call: the cost of small ones is the host's, so it is shown by adapter."""
-    first, count = images("ia3", sites, device, rank=0, count=1)[0], 64
-    pool = ResidentPool(sites, num_pages=count * first.pages, slots=count, dtype=DTYPE, device=device)
+    first, count = packed_adapters("ia3", sites, device, rank=0, count=1)[0], 64
+    pool = ResidentPool(sites, num_pages=count * first.pages, max_adapters=count, dtype=DTYPE, device=device)
     for number in range(2 * count):
         pool.add(f"t{number}", first)
     names = [f"t{number}" for number in range(2 * count)]
@@ -153,12 +153,12 @@ def batch(sites: Sequence[SiteSlot], device: torch.device, repeats: int) -> Row:
     }
 
 
-def overlap(sites: Sequence[SiteSlot], device: torch.device, repeats: int) -> Row:
+def overlap(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
     """Prefetch a rank-16 LoRA while matrix products run, and compare with the products alone."""
-    made = images("lora", sites, device, rank=16, count=3)
-    pool = ResidentPool(sites, num_pages=2 * made[0].pages, slots=2, dtype=DTYPE, device=device)
-    for image in made:
-        pool.add(image.name, image)
+    made = packed_adapters("lora", sites, device, rank=16, count=3)
+    pool = ResidentPool(sites, num_pages=2 * made[0].pages, max_adapters=2, dtype=DTYPE, device=device)
+    for packed in made:
+        pool.add(packed.name, packed)
     x = torch.randn(4096, 4096, dtype=DTYPE, device=device)
     turn = 0
 
@@ -173,24 +173,33 @@ def overlap(sites: Sequence[SiteSlot], device: torch.device, repeats: int) -> Ro
 
     alone = timed(lambda: step(prefetch=False), device, repeats)
     together = timed(lambda: step(prefetch=True), device, repeats)
-    copied = timed(lambda: pool.memory.write_image(made[0].buffer, torch.arange(made[0].pages, dtype=torch.int32), 0),
-                   device, repeats)
+    copied = timed(
+        lambda: pool.memory.write_image(made[0].buffer, torch.arange(made[0].pages, dtype=torch.int32), 0),
+        device,
+        repeats,
+    )
     return {"step_seconds": alone, "with_prefetch_seconds": together, "image_seconds": copied}
 
 
-def tenants(sites: Sequence[SiteSlot], device: torch.device, count: int) -> Row:
+def tenants(sites: Sequence[DirectoryEntry], device: torch.device, count: int) -> Row:
     """Keep `count` IA3 and `count` VeRA tenants resident, and measure what they take."""
-    made = {method: images(method, sites, device, rank=0, count=DISTINCT) for method in ("ia3", "vera")}
+    made = {method: packed_adapters(method, sites, device, rank=0, count=DISTINCT) for method in ("ia3", "vera")}
     factors = sum(factor.pages for factor in made["vera"][0].factors)
     pages = sum(count * of[0].pages for of in made.values())
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     pool = ResidentPool(
-        sites, num_pages=pages, slots=2 * count, dtype=DTYPE, device=device, map_entries=pages, shared_pages=factors
+        sites,
+        num_pages=pages,
+        max_adapters=2 * count,
+        dtype=DTYPE,
+        device=device,
+        map_entries=pages,
+        shared_pages=factors,
     )
     allocated = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
     names = {f"{method}-{number}": of[number % DISTINCT] for method, of in made.items() for number in range(count)}
-    for name, image in names.items():
-        pool.add(name, image)
+    for name, packed in names.items():
+        pool.add(name, packed)
     settle(device)
     start = time.perf_counter()
     slots = pool.ensure(names)
@@ -211,15 +220,15 @@ def tenants(sites: Sequence[SiteSlot], device: torch.device, count: int) -> Row:
     }
 
 
-def check(pool: ResidentPool, image: AdapterImage, slot: int | None = None) -> None:
-    """Compare what the device's tables lead to with the image: bit for bit, or this run is worth nothing."""
-    slot = pool.resident[image.name] if slot is None else slot
+def check(pool: ResidentPool, packed: PackedAdapter, slot: int | None = None) -> None:
+    """Compare what the device's tables lead to with the packed: bit for bit, or this run is worth nothing."""
+    slot = pool.resident[packed.name] if slot is None else slot
     pool.memory.wait()
     start = int(pool.memory.directory[slot, :, Field.OWN_PAGES].max())
-    physical = pool.memory.page_map[start : start + image.pages].long()
+    physical = pool.memory.page_map[start : start + packed.pages].long()
     found = pool.memory.pages[physical].cpu().view(torch.uint8).flatten()
-    if not torch.equal(found, image.buffer):
-        raise SystemExit(f"{image.name} in slot {slot} differs from its image")
+    if not torch.equal(found, packed.buffer):
+        raise SystemExit(f"{packed.name} in slot {slot} differs from its packed")
 
 
 def report(result: Mapping[str, object]) -> None:

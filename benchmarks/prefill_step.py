@@ -23,7 +23,11 @@ from scute_compile.runtime_min.step.arguments import Gemm
 
 FIRSTS = (0, 3, 4, 6)
 POOLS = {
-    "lora": ("lora",), "dora": ("dora",), "ia3": ("ia3",), "oft": ("oft",), "vera": ("vera",),
+    "lora": ("lora",),
+    "dora": ("dora",),
+    "ia3": ("ia3",),
+    "oft": ("oft",),
+    "vera": ("vera",),
     "all five": ("lora", "dora", "ia3", "vera", "oft"),
 }
 Layer = Callable[[int, int, torch.Tensor], object]
@@ -46,8 +50,10 @@ def vllm_ms(base: Base, adapters: int, rows: int, xs: Sequence[torch.Tensor]) ->
 
     ops = load()
     layers = [
-        [VllmLayer.random(ops, widths=w, inputs=k, max_loras=adapters, rank=16, dtype=DTYPE, device=DEVICE)
-         for _, k, w in GEMMS]
+        [
+            VllmLayer.random(ops, widths=w, inputs=k, max_loras=adapters, rank=16, dtype=DTYPE, device=DEVICE)
+            for _, k, w in GEMMS
+        ]
         for _ in range(DISTINCT_LAYERS)
     ]
     meta = ops.meta(torch.arange(adapters, dtype=torch.int32, device=DEVICE).repeat_interleave(rows), adapters)
@@ -82,8 +88,11 @@ def scaled_expands(adapters: int, rows: int, xs: Sequence[torch.Tensor], rounds:
     """
     plain, scaled = (Pool([(method, 16)] * adapters, rows=rows) for method in ("lora", "dora"))
     times = [(expand_ms(plain, xs), expand_ms(scaled, xs)) for _ in range(rounds)]
-    return {"lora": statistics.median(a for a, _ in times), "dora": statistics.median(b for _, b in times),
-            "with scale": statistics.median(b / a for a, b in times)}
+    return {
+        "lora": statistics.median(a for a, _ in times),
+        "dora": statistics.median(b for _, b in times),
+        "with scale": statistics.median(b / a for a, b in times),
+    }
 
 
 def rotation(pool: Pool, xs: Sequence[torch.Tensor]) -> list[dict[str, float]]:
@@ -130,8 +139,10 @@ def main() -> None:
     result["expand"] = expands = scaled_expands(options.adapters, each, xs)
     print(f"  expand alone {expands['lora']:.3f} ms, with output scale {expands['with scale']:.3f} times")
     for row in result["rotation"]:  # type: ignore[attr-defined] # a list of rows
-        print(f"  rotation, {row['inputs']} inputs: {row['MB']:.0f} MB in {row['ms']:.3f} ms, "
-              f"{row['of copy']:.2f} of a copy's rate")
+        print(
+            f"  rotation, {row['inputs']} inputs: {row['MB']:.0f} MB in {row['ms']:.3f} ms, "
+            f"{row['of copy']:.2f} of a copy's rate"
+        )
     if (Path(__file__).parent.parent / ".vllm_ops").is_dir():
         step = vllm_ms(base, options.adapters, each, xs)
         result["vllm lora"] = {"ms": step, "added_ms": step - plain}

@@ -46,17 +46,29 @@ class Shapes:
 def tiny(ranks: int) -> Shapes:
     """Return shapes for a CPU that as many ranks divide."""
     return Shapes(
-        hidden=32 * ranks, inner=80 * ranks, heads=2 * ranks, kv_heads=ranks, vocabulary=128, dtype="float32", rank=4,
-        vera_rank=16, block=8,
+        hidden=32 * ranks,
+        inner=80 * ranks,
+        heads=2 * ranks,
+        kv_heads=ranks,
+        vocabulary=128,
+        dtype="float32",
+        rank=4,
+        vera_rank=16,
+        block=8,
     )
 
 
 def write_base(shapes: Shapes, folder: Path) -> None:
     """Write the base with weights of the scale that keeps activations level, norms away from one."""
     config = transformers.LlamaConfig(
-        hidden_size=shapes.hidden, intermediate_size=shapes.inner, num_attention_heads=shapes.heads,
-        num_key_value_heads=shapes.kv_heads, num_hidden_layers=shapes.layers, vocab_size=shapes.vocabulary,
-        max_position_embeddings=4096, tie_word_embeddings=False,
+        hidden_size=shapes.hidden,
+        intermediate_size=shapes.inner,
+        num_attention_heads=shapes.heads,
+        num_key_value_heads=shapes.kv_heads,
+        num_hidden_layers=shapes.layers,
+        vocab_size=shapes.vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
     )
     with _quiet(), torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)

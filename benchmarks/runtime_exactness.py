@@ -27,10 +27,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def answers(served: ServedModel, rows: list[str | None], ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return log-probabilities of the next token `(rows, vocabulary)`, by the form of the kernels."""
-    whole = served.forward(ids, adapters=rows).logits[:, -1]
+    whole = served.forward(ids, adapter_names=rows).logits[:, -1]
     cache = transformers.DynamicCache()
-    served.forward(ids[:, :-1], adapters=rows, past_key_values=cache, use_cache=True)
-    last = served.forward(ids[:, -1:], adapters=rows, past_key_values=cache, use_cache=True).logits[:, -1]
+    served.forward(ids[:, :-1], adapter_names=rows, past_key_values=cache, use_cache=True)
+    last = served.forward(ids[:, -1:], adapter_names=rows, past_key_values=cache, use_cache=True).logits[:, -1]
     return {
         "prefill": torch.log_softmax(whole.double(), -1).cpu(),
         "decode": torch.log_softmax(last.double(), -1).cpu(),
@@ -42,10 +42,10 @@ def measure(work: Path, dtype: str) -> list[dict[str, object]]:
     stored = load_file(work / "expected.safetensors")
     names: list[str] = json.loads((work / "names.json").read_text())
     model = transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=getattr(torch, dtype))
-    served = ServedModel(model.to(DEVICE).eval(), slots=len(names), num_pages=20000, max_tokens=2048)
+    served = ServedModel(model.to(DEVICE).eval(), max_adapters=len(names), num_pages=20000, max_num_batched_tokens=2048)
     for name in names:
         if name != "base":
-            served.load(name, work / dtype / name)
+            served.load_adapter(name, work / dtype / name)
     asked = torch.tensor(prompts(), device=DEVICE)
     rows = [None if name == "base" else name for name in names for _ in range(len(asked))]
     said = answers(served, rows, asked.repeat(len(names), 1))
@@ -56,9 +56,15 @@ def measure(work: Path, dtype: str) -> list[dict[str, object]]:
         mine = slice(number * len(asked), (number + 1) * len(asked))
         own = (stored[f"{name}/{dtype}"] - exact).abs().mean().item()
         errors = {form: (one[mine] - exact).abs().mean().item() for form, one in said.items()}
-        table.append({"adapter": name, "effect": effect, "peft": own / effect,
-                      **{form: error / effect for form, error in errors.items()},
-                      "ratio": max(errors.values()) / own if own else None})
+        table.append(
+            {
+                "adapter": name,
+                "effect": effect,
+                "peft": own / effect,
+                **{form: error / effect for form, error in errors.items()},
+                "ratio": max(errors.values()) / own if own else None,
+            }
+        )
     return table
 
 

@@ -36,12 +36,24 @@ def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32
     """Write a Llama configuration with no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner, "num_hidden_layers": shape.layers, "num_attention_heads": heads,
-        "head_dim": shape.hidden // heads, "num_key_value_heads": shape.keys * heads // shape.hidden,
-        "vocab_size": vocabulary, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "tie_word_embeddings": False, "dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_theta": 10000.0,
-        "bos_token_id": 1, "eos_token_id": 2,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": heads,
+        "head_dim": shape.hidden // heads,
+        "num_key_value_heads": shape.keys * heads // shape.hidden,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "rope_theta": 10000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -49,8 +61,13 @@ def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32
 
 def write_adapters(folder: Path, shape: Shape) -> Mapping[str, Path]:
     """Write one PEFT folder per method, and a LoRA of rank 64."""
-    made = {"lora": _lora(shape, 16), "lora-64": _lora(shape, 64), "ia3": _ia3(shape), "vera": _vera(shape),
-            "oft": _oft(shape)}
+    made = {
+        "lora": _lora(shape, 16),
+        "lora-64": _lora(shape, 64),
+        "ia3": _ia3(shape),
+        "vera": _vera(shape),
+        "oft": _oft(shape),
+    }
     for name, (config, tensors) in made.items():
         target = folder / name
         target.mkdir(parents=True, exist_ok=True)
@@ -98,8 +115,14 @@ Folder = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def _config(method: str, targets: list[str], **fields: object) -> dict[str, Any]:
-    return {"peft_type": method, "task_type": "CAUSAL_LM", "target_modules": targets, "base_model_name_or_path": "",
-            "peft_version": "0.21.2", **fields}
+    return {
+        "peft_type": method,
+        "task_type": "CAUSAL_LM",
+        "target_modules": targets,
+        "base_model_name_or_path": "",
+        "peft_version": "0.21.2",
+        **fields,
+    }
 
 
 def _targets(shape: Shape) -> list[str]:

@@ -271,8 +271,11 @@ def measure_light(base: Path, work: Path, tokens: int, steps: int, rate: float) 
         "s dropped": lambda slots: slots.each(torch.zeros_like, "ds"),
     }
     row: dict[str, object] = {
-        "rate": rate, "steps": steps, "effect": oracle.effect,
-        "ds root mean square": spread.square().mean().sqrt().item(), "ds largest": spread.abs().max().item(),
+        "rate": rate,
+        "steps": steps,
+        "effect": oracle.effect,
+        "ds root mean square": spread.square().mean().sqrt().item(),
+        "ds largest": spread.abs().max().item(),
     }
     row |= {name: oracle.error(change) for name, change in kinds.items()}
     for dtype in ("bfloat16", "float32"):

@@ -119,7 +119,8 @@ def moved(methods: Sequence[tuple[str, int]], gemm: Gemm, *, pair_rank: int, blo
     return Moved(
         rotate=size * own["oft"] * len(widths) * inputs * block,
         shrink=size * (ranks * len(widths) * inputs + own["vera"] * len(widths) * pair_rank + shared * inputs),
-        expand=size * (
+        expand=size
+        * (
             (ranks + own["dora"] + own["vera"] + shared) * outputs + own["ia3"] * sum(widths[1:])  # k, v and up
         ),
     )

@@ -113,14 +113,14 @@ def mixed_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Tens
     model = RankModel(run.model(rank))
     for name in NINE:
         model.load(name, run.store(layout, size) / name)
-    logits = model(input_ids=run.ids().to(device_of(rank)), adapter_ids=[*NINE, None]).logits
+    logits = model(input_ids=run.ids().to(device_of(rank)), adapter_names=[*NINE, None]).logits
     found = torch.log_softmax(logits.float(), -1).cpu()
     model.load("attention", run.store(layout, size) / "attention")
     traffic: dict[str, object] = {}
     step = run.ids()[:1, :1].expand(run.tenants, 1).to(device_of(rank))
     for name in ("attention", "lora-a"):
         model.traffic.reset()
-        model(input_ids=step, adapter_ids=[name] * run.tenants)
+        model(input_ids=step, adapter_names=[name] * run.tenants)
         traffic[name] = {purpose.value: sent for purpose, sent in model.traffic.sent.items()}
     return found, traffic
 
@@ -131,8 +131,13 @@ def pooled(
     """Return the model with a pool that has room for every adapter in every slot, and the bytes that the rank sends."""
     files = sum(path.stat().st_size for path in run.store(layout, size).glob("*/rank-0*"))
     served, ranks = serve_rank(
-        run.model(rank, attention), lora_sharding=LoraSharding(layout), slots=slots,
-        num_pages=64 + files * slots // 2048, max_tokens=tokens, max_rows=rows, shared_pages=65536 if CUDA else 1024,
+        run.model(rank, attention),
+        lora_sharding=LoraSharding(layout),
+        slots=slots,
+        num_pages=64 + files * slots // 2048,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=rows,
+        shared_pages=65536 if CUDA else 1024,
     )
     return served, ranks.traffic
 
@@ -141,16 +146,21 @@ def pooled_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Ten
     """Return what `mixed_batch` does as the pool and its operators give it: kernels on a GPU."""
     ids = run.ids().to(device_of(rank))
     served, traffic = pooled(
-        run, rank, size, layout, slots=max(len(NINE) + 1, run.tenants), tokens=ids.numel(),
+        run,
+        rank,
+        size,
+        layout,
+        slots=max(len(NINE) + 1, run.tenants),
+        tokens=ids.numel(),
         rows=max(len(ids), run.tenants),
     )
     for name in (*NINE, "attention"):
-        served.load(name, run.store(layout, size) / name)
-    found = torch.log_softmax(served.forward(ids, adapters=[*NINE, None]).logits.float(), -1).cpu()
+        served.load_adapter(name, run.store(layout, size) / name)
+    found = torch.log_softmax(served.forward(ids, adapter_names=[*NINE, None]).logits.float(), -1).cpu()
     sent: dict[str, object] = {}
     for name in ("attention", "lora-a"):
         traffic.reset()
-        served.forward(ids[:1, :1].expand(run.tenants, 1).contiguous(), adapters=[name] * run.tenants)
+        served.forward(ids[:1, :1].expand(run.tenants, 1).contiguous(), adapter_names=[name] * run.tenants)
         sent[name] = {purpose.value: bytes_sent for purpose, bytes_sent in traffic.sent.items()}
     return found, sent
 
@@ -188,14 +198,14 @@ def steps(run: Run, rank: int, size: int) -> dict[str, object]:
         )
         for pool, names in (("base", []), ("plain LoRA", lora), ("five methods", five)):
             for i, name in enumerate(names):
-                served.load(f"{name} {i}", run.store(layout, size) / name)
+                served.load_adapter(f"{name} {i}", run.store(layout, size) / name)
             rows = [f"{name} {i}" for i, name in enumerate(names)] or [None] * run.tenants
             with served.step(rows, [1] * run.tenants), torch.no_grad():
                 found[f"{pool}, pool, {layout}"] = timed(
                     lambda m=served.model: m(input_ids=step, use_cache=False), run.repeats
                 )
             for row in filter(None, rows):
-                served.unload(row)
+                served.delete_adapter(row)
         del served
     for layout in layouts:
         ranked = RankModel(run.model(rank, attention="sdpa"))
@@ -216,8 +226,14 @@ def prepare(run: Run) -> None:
     write_base(run.shapes, run.base)
     write_adapters(run.shapes, run.base, run.work / "adapters")
     for size, layout in {(1, "default"), *((run.ranks, layout) for layout in ("default", "full") if run.ranks > 1)}:
-        compile_all(run.base, run.work / "adapters", run.store(layout, size), tp=size, sharding=LoraSharding(layout),
-                    dtype=run.shapes.dtype)
+        compile_all(
+            run.base,
+            run.work / "adapters",
+            run.store(layout, size),
+            tp=size,
+            sharding=LoraSharding(layout),
+            dtype=run.shapes.dtype,
+        )
     dora = run.work / "dora-alone"
     dora.mkdir()
     (dora / "dora").symlink_to(run.work / "adapters" / "dora")
@@ -237,12 +253,19 @@ def compared(run: Run) -> list[dict[str, object]]:
             theirs = peft_logprobs(run.base, run.work / "adapters" / name, ids[row : row + 1], device)[0]
             effect = (theirs - plain[row]).abs().mean().item()
         rounded = peft_logprobs(
-            run.base, None if name == "base" else run.work / "adapters" / name, ids[row : row + 1], device,
+            run.base,
+            None if name == "base" else run.work / "adapters" / name,
+            ids[row : row + 1],
+            device,
             dtype=getattr(torch, run.shapes.dtype),
         )[0]
-        found = {"adapter": name, "effect": effect, f"PEFT in {run.shapes.dtype}": _error(rounded, theirs, effect),
-                 "one rank": _error(one["default"][row], theirs, effect),
-                 "one rank, pool": _error(one["default, pool"][row], theirs, effect)}
+        found = {
+            "adapter": name,
+            "effect": effect,
+            f"PEFT in {run.shapes.dtype}": _error(rounded, theirs, effect),
+            "one rank": _error(one["default"][row], theirs, effect),
+            "one rank, pool": _error(one["default, pool"][row], theirs, effect),
+        }
         for layout, answers in many.items():
             found[layout] = _error(answers[row], theirs, effect)
             own = one["default, pool" if layout.endswith("pool") else "default"][row]
@@ -266,9 +289,16 @@ def communication(run: Run, facts: dict[str, dict[str, dict[str, float]]]) -> li
         for layout in layouts if run.ranks > 1 else ():  # one rank sends nothing
             sent = facts[f"{layout} traffic"][name]
             base = share * sent[Purpose.BASE]
-            rows.append({"adapter": name, "layout": layout, "base bytes": base, "adapter bytes":
-                         sent[Purpose.ADAPTERS], "ratio": sent[Purpose.ADAPTERS] / base,
-                         "S-LoRA's": formula if layout.startswith("full") else 0.0})
+            rows.append(
+                {
+                    "adapter": name,
+                    "layout": layout,
+                    "base bytes": base,
+                    "adapter bytes": sent[Purpose.ADAPTERS],
+                    "ratio": sent[Purpose.ADAPTERS] / base,
+                    "S-LoRA's": formula if layout.startswith("full") else 0.0,
+                }
+            )
     return rows
 
 
@@ -304,8 +334,12 @@ def main() -> None:
     console = Console(width=200)
     with TemporaryDirectory() as folder:
         run = Run(
-            work=(options.work or Path(folder)).resolve(), shapes=shapes, ranks=options.ranks, tokens=options.tokens,
-            tenants=options.tenants, repeats=options.repeats,
+            work=(options.work or Path(folder)).resolve(),
+            shapes=shapes,
+            ranks=options.ranks,
+            tokens=options.tokens,
+            tenants=options.tenants,
+            repeats=options.repeats,
         )
         run.work.mkdir(parents=True, exist_ok=True)
         prepare(run)
@@ -315,9 +349,15 @@ def main() -> None:
         facts = {size: json.loads((run.work / f"facts-{size}.json").read_text()) for size in (1, run.ranks)}
         machine = f"{run.ranks} x {torch.cuda.get_device_name()}" if CUDA else f"{run.ranks} processes on a CPU"
         errors, sent = compared(run), communication(run, facts[run.ranks])
-    pools = [{"pool": pool, "1 rank ms": facts[1]["steps"].get(pool, {}).get("ms", "-"),
-              f"{run.ranks} ranks ms": step["ms"], "graph": str(step["graph"])}
-             for pool, step in facts[run.ranks]["steps"].items()]
+    pools = [
+        {
+            "pool": pool,
+            "1 rank ms": facts[1]["steps"].get(pool, {}).get("ms", "-"),
+            f"{run.ranks} ranks ms": step["ms"],
+            "graph": str(step["graph"]),
+        }
+        for pool, step in facts[run.ranks]["steps"].items()
+    ]
     console.print(f"{machine}, torch {torch.__version__}, {asdict(shapes)}")
     show("mean error of log-probabilities over the adapter's mean effect, against PEFT in float32", errors, console)
     if run.ranks > 1:
@@ -326,9 +366,15 @@ def main() -> None:
         console.print(f"DoRA's s from the ranks' shards: {scale:.2e} from the compiled one")
     show(f"decode step, {run.tenants} tenants", pools, console)
     if options.json:
-        result = {"machine": machine, "torch": torch.__version__, "shapes": asdict(shapes), "errors": errors,
-                  "communication": sent, "dora scale error": facts[run.ranks].get("dora scale error"),
-                  "steps": {str(size): found["steps"] for size, found in facts.items()}}
+        result = {
+            "machine": machine,
+            "torch": torch.__version__,
+            "shapes": asdict(shapes),
+            "errors": errors,
+            "communication": sent,
+            "dora scale error": facts[run.ranks].get("dora scale error"),
+            "steps": {str(size): found["steps"] for size, found in facts.items()},
+        }
         options.json.write_text(json.dumps(result, indent=1))
 
 

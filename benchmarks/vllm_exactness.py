@@ -65,8 +65,15 @@ def prepare(work: Path, tp: int) -> None:
 
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=64, vocab_size=512, max_position_embeddings=256, tie_word_embeddings=False,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=512,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(work / "base")
 
@@ -88,8 +95,12 @@ def prepare(work: Path, tp: int) -> None:
         }
         for dtype in DType:
             (outcome,) = compile_adapters(
-                [str(work / "adapters" / name)], str(work / "base"), Target(tp=tp, dtype=dtype), work / dtype.value,
-                name=name, quiet=True,
+                [str(work / "adapters" / name)],
+                str(work / "base"),
+                Target(tp=tp, dtype=dtype),
+                work / dtype.value,
+                name=name,
+                quiet=True,
             )
             if not outcome.artifact:
                 raise SystemExit(f"{name}: {[item.found for item in outcome.findings]}")
@@ -128,15 +139,27 @@ def measure(work: Path, dtype: str, tp: int, out: Path | None) -> None:
     gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"enforce_eager": True}
     if gpu:
-        options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3, "max_num_batched_tokens": 2048,
-                   "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": [1, 64]}}
+        options = {
+            "attention_backend": "TRITON_ATTN",
+            "gpu_memory_utilization": 0.3,
+            "max_num_batched_tokens": 2048,
+            "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": [1, 64]},
+        }
     stored = load_file(work / "expected.safetensors")
     names: list[str] = json.loads((work / "names.json").read_text())
     expected = {name: {kind: stored[f"{name}/{kind}"] for kind in ("float32", "bfloat16")} for name in names}
     llm = LLM(
-        str(work / "base"), skip_tokenizer_init=True, dtype=dtype, enable_lora=True, max_loras=len(names),
-        max_lora_rank=16, tensor_parallel_size=tp, max_model_len=256, max_num_seqs=64,
-        enable_prefix_caching=False, **options,
+        str(work / "base"),
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        enable_lora=True,
+        max_loras=len(names),
+        max_lora_rank=16,
+        tensor_parallel_size=tp,
+        max_model_len=256,
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+        **options,
     )
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=TOP, detokenize=False)
     asked, requests = [], []
@@ -194,8 +217,14 @@ def _row(name: str, answers: Sequence[Any], expected: Mapping[str, Mapping[str, 
             peft.append(abs((rounded - exact)[number, token].item()))
             effects.append(abs((exact - base)[number, token].item()))
     error, own, effect = (sum(values) / len(values) for values in (errors, peft, effects))
-    return {"adapter": name, "error": error, "effect": effect, "peft": own, "ratio": error / own if own else None,
-            "tokens": tokens}
+    return {
+        "adapter": name,
+        "error": error,
+        "effect": effect,
+        "peft": own,
+        "ratio": error / own if own else None,
+        "tokens": tokens,
+    }
 
 
 if __name__ == "__main__":

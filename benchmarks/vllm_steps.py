@@ -42,15 +42,42 @@ class Engine:
 
 ENGINES = (
     Engine(name="stock", plugin=False, max_rank=16, mixes={"base": (), "lora": ("folder:lora",)}),
-    Engine(name="stock, one of rank 64", plugin=False, max_rank=64, mixes={
-        "lora": ("folder:lora",), "lora and one of rank 64": ("folder:lora-64", *["folder:lora"] * 1000)}),
-    Engine(name="plugin", plugin=True, max_rank=64, mixes={
-        "base": (), "stock folders": ("folder:lora",), "lora": ("lora",), "dora": ("dora",), "ia3": ("ia3",),
-        "oft": ("oft",), "vera": ("vera",), "without vera": WITHOUT_VERA, "five methods": MIXED,
-        "lora and one of rank 64": ("lora-64", *["lora"] * 1000)}),
-    Engine(name="plugin, ranks up to 16", plugin=True, max_rank=16, mixes={
-        "base": (), "stock folders": ("folder:lora",), "lora": ("lora",), "dora": ("dora",),
-        "without vera": WITHOUT_VERA, "five methods": MIXED}),
+    Engine(
+        name="stock, one of rank 64",
+        plugin=False,
+        max_rank=64,
+        mixes={"lora": ("folder:lora",), "lora and one of rank 64": ("folder:lora-64", *["folder:lora"] * 1000)},
+    ),
+    Engine(
+        name="plugin",
+        plugin=True,
+        max_rank=64,
+        mixes={
+            "base": (),
+            "stock folders": ("folder:lora",),
+            "lora": ("lora",),
+            "dora": ("dora",),
+            "ia3": ("ia3",),
+            "oft": ("oft",),
+            "vera": ("vera",),
+            "without vera": WITHOUT_VERA,
+            "five methods": MIXED,
+            "lora and one of rank 64": ("lora-64", *["lora"] * 1000),
+        },
+    ),
+    Engine(
+        name="plugin, ranks up to 16",
+        plugin=True,
+        max_rank=16,
+        mixes={
+            "base": (),
+            "stock folders": ("folder:lora",),
+            "lora": ("lora",),
+            "dora": ("dora",),
+            "without vera": WITHOUT_VERA,
+            "five methods": MIXED,
+        },
+    ),
 )
 
 
@@ -92,8 +119,11 @@ def run_engines(chosen: argparse.Namespace, numbers: Sequence[int], gpu: int) ->
         if chosen.gpus > 1:
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
         done = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--engine", str(number)], env=environment, check=False,
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, __file__, *sys.argv[1:], "--engine", str(number)],
+            env=environment,
+            check=False,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         found = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
         rows += found or [{"engine": engine.name, "mix": f"failed, status {done.returncode}", "ms": None}]
@@ -128,13 +158,23 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16"} if gpu else {"dtype": "float32", "enforce_eager": True}
     if gpu:
         sizes = [1, chosen.tenants]
-        options |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.8,
-                    "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": sizes}}
+        options |= {
+            "attention_backend": "TRITON_ATTN",
+            "gpu_memory_utilization": 0.8,
+            "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": sizes},
+        }
     llm = LLM(
-        str(chosen.work / "base"), load_format="dummy", skip_tokenizer_init=True, enable_lora=True,
-        max_loras=chosen.tenants, max_lora_rank=engine.max_rank, max_model_len=512, max_num_batched_tokens=2048,
+        str(chosen.work / "base"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_lora=True,
+        max_loras=chosen.tenants,
+        max_lora_rank=engine.max_rank,
+        max_model_len=512,
+        max_num_batched_tokens=2048,
         max_num_seqs=max(32, chosen.tenants),
-        enable_prefix_caching=False, **options,
+        enable_prefix_caching=False,
+        **options,
     )
     short, long, tries = (16, 80, 5) if gpu else (2, 4, 1)
 

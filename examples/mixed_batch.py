@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     rows = [None, *artifacts]
     ids = torch.arange(8).repeat(len(rows), 1)  # the same eight tokens in every row
     with AdaptedModel(model, artifacts) as adapted, torch.no_grad():
-        logits = adapted(input_ids=ids, adapter_ids=rows).logits
+        logits = adapted(input_ids=ids, adapter_names=rows).logits
     for row, adapter in enumerate(rows):
         print(f"{adapter or 'base':<8} next token {int(logits[row, -1].argmax())}")
 

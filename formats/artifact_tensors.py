@@ -101,8 +101,11 @@ def _finite(artifact: Artifact, tensors: Mapping[str, torch.Tensor]) -> Mapping[
         if not _all_finite(tensor):
             low, high = (float(bound) for bound in torch.aminmax(tensor))
             fail(
-                Code.SC309, where=f"{artifact.manifest.name}: {key}", found=f"values from {low} to {high}",
-                expected="finite numbers", next="compile the adapter again; don't load artifacts of unknown origin",
+                Code.SC309,
+                where=f"{artifact.manifest.name}: {key}",
+                found=f"values from {low} to {high}",
+                expected="finite numbers",
+                next="compile the adapter again; don't load artifacts of unknown origin",
             )
     return tensors
 
@@ -123,11 +126,16 @@ def _refuse_other(artifact: Artifact, code: Code, path: Path, found: str, *, exp
     """Say that a file isn't what the manifest promises, and why that may be."""
     if artifact.replaced():
         fail(
-            Code.SC603, where=str(artifact.path), found="another artifact under this name than the one that was opened",
-            expected=f"the artifact of digest {artifact.manifest.digest}", next="load the artifact again",
+            Code.SC603,
+            where=str(artifact.path),
+            found="another artifact under this name than the one that was opened",
+            expected=f"the artifact of digest {artifact.manifest.digest}",
+            next="load the artifact again",
         )
     fail(
-        code, where=f"{artifact.manifest.name}: {path.name}", found=found,
+        code,
+        where=f"{artifact.manifest.name}: {path.name}",
+        found=found,
         expected=expected or "the file that the manifest describes",
         next="the file was changed or damaged: copy the store again, or compile the adapter again",
     )

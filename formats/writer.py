@@ -43,7 +43,10 @@ def new_artifact(store: Path, name: str) -> Iterator[Path]:
             _sync(store)
     except OSError as error:
         fail(
-            Code.SC109, where=str(store), found=str(error.strerror or error), expected="a folder that can be written",
+            Code.SC109,
+            where=str(store),
+            found=str(error.strerror or error),
+            expected="a folder that can be written",
             next="check the path given with -o, its permissions and the free space",
         )
     finally:
@@ -57,7 +60,10 @@ def _make_folders(store: Path) -> tuple[Path, ...]:
         store.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(
-            Code.SC109, where=str(store), found=str(error.strerror or error), expected="a folder that can be made",
+            Code.SC109,
+            where=str(store),
+            found=str(error.strerror or error),
+            expected="a folder that can be made",
             next="check the path given with -o",
         )
     return tuple(missing)
@@ -97,7 +103,10 @@ def _put_in_place(hidden: Path, target: Path) -> None:
         return
     if target.is_symlink() or not (target / MANIFEST).is_file():
         fail(
-            Code.SC601, where=str(target), found="a folder that is no artifact", expected="an artifact to replace",
+            Code.SC601,
+            where=str(target),
+            found="a folder that is no artifact",
+            expected="an artifact to replace",
             next="choose another --name or -o; nothing was overwritten",
         )
     if not exchange(hidden, target):

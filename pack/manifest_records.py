@@ -41,8 +41,11 @@ def site_record(site: Site, hash_of: HashOf) -> SiteRecord:
         shift_rank=-1 if linear.split is Split.COLUMN else 0,
         terms=tuple(_term(term, of_term, hash_of) for term, of_term in zip(site.terms, term_cuts(site), strict=True)),
         live=tuple(
-            LiveSlot(slot=choice.slot, route=choice.route.value,
-                     candidates=tuple((route.value, moved) for route, moved in choice.candidates))
+            LiveSlot(
+                slot=choice.slot,
+                route=choice.route.value,
+                candidates=tuple((route.value, moved) for route, moved in choice.candidates),
+            )
             for choice in site.routes
         ),
     )

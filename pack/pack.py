@@ -169,7 +169,10 @@ def _write_factors(values: _Values, sites: Sequence[Site], store: Path) -> dict[
         digest = factor_digest(tensor, values.dtype)
         write_factor(store, digest, SAFETENSORS_NAMES[values.dtype], (rank, features), raw_bytes(tensor))
         factors[factor.shared] = {
-            "hash": digest, "rank": rank, "features": features, "dtype": values.dtype.value,
+            "hash": digest,
+            "rank": rank,
+            "features": features,
+            "dtype": values.dtype.value,
             "bytes": tensor.numel() * values.dtype.itemsize,
         }
     return factors
@@ -204,8 +207,12 @@ def _site_tensors(site: Site, values: _Values) -> Iterator[tuple[str, int | None
     if site.b is not None:
         yield "b", None, rounded(values.exact(site.b), DType.FLOAT32, f"{site.name}.b")
     for number, term in enumerate(site.terms):
-        owned = (("A", term.a.value if term.a.shared is None else None),
-                 ("B", term.b.value if term.b.shared is None else None), ("d", term.d), ("e", term.e))
+        owned = (
+            ("A", term.a.value if term.a.shared is None else None),
+            ("B", term.b.value if term.b.shared is None else None),
+            ("d", term.d),
+            ("e", term.e),
+        )
         for slot, value in owned:
             if value is not None:
                 yield slot, number, values.stored(value, f"{site.name}.{slot}")
@@ -249,8 +256,11 @@ def _manifest(
         "settings": dict(program.settings),
         "renamed": dict(program.renamed),
         "workload": {
-            "tenants": workload.tenants, "tokens": workload.tokens, "bandwidth": workload.bandwidth,
-            "launch": workload.launch, "activation_bytes": workload.activation_bytes,
+            "tenants": workload.tenants,
+            "tokens": workload.tokens,
+            "bandwidth": workload.bandwidth,
+            "launch": workload.launch,
+            "activation_bytes": workload.activation_bytes,
         },
         "sites": [site.model_dump(mode="json", exclude_defaults=True) for site in sites],
         "factors": list(listed),

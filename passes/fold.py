@@ -61,8 +61,14 @@ def fold_term(term: Term, site: Site, suffix: str, notes: list[Note]) -> Term:
 
 
 def _note(site: Site, slot: str, action: Action, rule: str, term: Term, why: str) -> Note:
-    return Note(site=site.name, slot=slot, action=action, rule=rule, why=why,
-                neighbours=(("A", term.a.owner), ("B", term.b.owner)))
+    return Note(
+        site=site.name,
+        slot=slot,
+        action=action,
+        rule=rule,
+        why=why,
+        neighbours=(("A", term.a.owner), ("B", term.b.owner)),
+    )
 
 
 def _fold_slots(site: Site, facts: Facts, notes: list[Note]) -> Site:

@@ -39,8 +39,12 @@ def place(program: Program, linears: Mapping[str, Linear]) -> Program:
             sites[site.name] = rest
         notes.append(
             Note(
-                site=site.name, slot="R", action=Action.MOVED, rule=RULE,
-                neighbours=(("W", Owner.BASE),), why=f"computed as s of {target.name}: (g * u) * l = g * (u * l)",
+                site=site.name,
+                slot="R",
+                action=Action.MOVED,
+                rule=RULE,
+                neighbours=(("W", Owner.BASE),),
+                why=f"computed as s of {target.name}: (g * u) * l = g * (u * l)",
             )
         )
     ordered = tuple(sites[name] for name in linears if name in sites)

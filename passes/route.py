@@ -1,7 +1,7 @@
 """Give each live slot the route that costs least for the target's workload, and keep what the others would cost.
 
 The number beside a route is bytes per step, launches included at what memory would move in their time
-(`scute_compile.passes.route_costs`). The choice for R is made for a fused GEMM as a whole, so its numbers are the GEMM's.
+(`scute_compile.passes.route_costs`). R is routed for a fused GEMM as a whole, so its numbers are the GEMM's.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from scute_compile.ir.program import RotationKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TermSlots:
+class TermTensors:
     """Tensors of one low-rank term; None is the identity."""
 
     a: torch.Tensor
@@ -32,7 +32,7 @@ class TermSlots:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SiteSlots:
+class SiteTensors:
     """Tensors of one site, or of one rank's part of it; None is the identity."""
 
     rotation: RotationKind | None = None
@@ -42,7 +42,7 @@ class SiteSlots:
     """`s - 1`: `(N,)`."""
     b: torch.Tensor | None = None
     """`(N,)`: the shift on top of a `y` that holds the base's own bias."""
-    terms: tuple[TermSlots, ...] = ()
+    terms: tuple[TermTensors, ...] = ()
 
 
 def wide(*tensors: torch.Tensor) -> torch.dtype:
@@ -120,7 +120,7 @@ def apply_site(
     y_TN: torch.Tensor,
     x_TK: torch.Tensor,
     delta_y_TN: torch.Tensor | None,
-    slots: SiteSlots,
+    tensors: SiteTensors,
     *,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -132,7 +132,7 @@ def apply_site(
         y_TN: The base layer's output for `x`, with its own bias.
         x_TK: The layer's input, not rotated.
         delta_y_TN: `rotate(x, dR) @ W`, without bias; None where the site has no R.
-        slots: The site's tensors.
+        tensors: The site's tensors.
         out_dtype: Dtype of the result; None is that of `x`. Partial sums of ranks stay wide until they are added.
 
     Returns:
@@ -140,14 +140,14 @@ def apply_site(
     """
     dtype = wide(y_TN, x_TK)
     z = y_TN.to(dtype) if delta_y_TN is None else y_TN.to(dtype) + delta_y_TN.to(dtype)
-    out = z if slots.ds is None else z + z * slots.ds.to(dtype)
-    if slots.b is not None:
-        out = out + slots.b.to(dtype)
-    out = add_terms(out, x_TK, slots.terms)
+    out = z if tensors.ds is None else z + z * tensors.ds.to(dtype)
+    if tensors.b is not None:
+        out = out + tensors.b.to(dtype)
+    out = add_terms(out, x_TK, tensors.terms)
     return out.to(x_TK.dtype if out_dtype is None else out_dtype)
 
 
-def add_terms(y_TN: torch.Tensor, x_TK: torch.Tensor, terms: Iterable[TermSlots]) -> torch.Tensor:
+def add_terms(y_TN: torch.Tensor, x_TK: torch.Tensor, terms: Iterable[TermTensors]) -> torch.Tensor:
     """Return `y` plus all low-rank terms of `x`.
 
     **Semantics**: `out = y + sum_k expand(shrink(x, a_k, d_k), b_k, e_k)`, added in the order of the terms.

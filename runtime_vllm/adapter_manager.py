@@ -10,8 +10,8 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
-from scute_compile.runtime_min.pool.directory import GRANULE_BYTES, PAGE_BYTES, SiteSlot, granules, pages_of
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage
+from scute_compile.runtime_min.pool.directory import GRANULE_BYTES, PAGE_BYTES, DirectoryEntry, granules, pages_of
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Gemm
 from scute_compile.runtime_vllm import graph_kinds
@@ -21,14 +21,14 @@ from scute_compile.runtime_vllm.layers import AdaptedLinear, Attachment
 from scute_compile.runtime_vllm.load_checks import check_fits
 from scute_compile.runtime_vllm.logits import AdaptedLogits
 from scute_compile.runtime_vllm.options import Options
-from scute_compile.runtime_vllm.stock_lora import Module, image_of
+from scute_compile.runtime_vllm.stock_lora import Module, pack_stock_lora
 
 logger = logging.getLogger("vllm.scute")
 DECODE_ROWS = 64
 """Most rows of the decode form; beyond it tiles of many tokens are faster."""
 
 
-class AdapterSlots(LRUCacheLoRAModelManager):
+class AdapterManager(LRUCacheLoRAModelManager):
     """vLLM's manager of LoRA models, for adapters of every method.
 
     An adapter that vLLM registers lies in the pool's host memory; one that it activates lies on the device. Embeddings,
@@ -61,19 +61,25 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         self._held: frozenset[int] = frozenset()
         self._kept: dict[int, Any] = {}
         """Models of held adapters that vLLM has forgotten, so that a step never reads their files again."""
-        max_rows, padded_beyond = _decode_rows(vllm_config)
+        max_num_seqs, padded_beyond = _decode_rows(vllm_config)
         limits = StepLimits(
-            max_tokens=self.max_num_batched_tokens,
-            max_rows=max_rows,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
             padded_beyond=padded_beyond,
-            max_rank=self.lora_config.max_lora_rank,
+            max_lora_rank=self.lora_config.max_lora_rank,
             pair_rank=self.options.pair_rank,
             rotations=self.options.rotations,
         )
         self.pool = ResidentPool(
-            self.sites, num_pages=self._pages(model.dtype), slots=self.lora_slots, dtype=model.dtype,
-            device=torch.device(self.device), shared_pages=pages_of(self.options.shared_bytes),
-            pairs=self.options.pairs, tp=self.tp, rank=self.rank,
+            self.sites,
+            num_pages=self._pages(model.dtype),
+            max_adapters=self.lora_slots,
+            dtype=model.dtype,
+            device=torch.device(self.device),
+            shared_pages=pages_of(self.options.shared_bytes),
+            pairs=self.options.pairs,
+            tp=self.tp,
+            rank=self.rank,
         )
         self.steps = EngineSteps(self.pool, limits)
         self._attach()
@@ -96,10 +102,14 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         """The wrapped layer of each site."""
         return {site.name: module for module in self._modules for site in module.sites}
 
-    def images(self, *, without: int = 0) -> Mapping[str, AdapterImage]:
+    def packed_adapters(self, *, without: int = 0) -> Mapping[str, PackedAdapter]:
         """Return the adapters in host memory by the pool's name, with those that vLLM will register again."""
-        kept = {self.pool_name(number): model.scute_image for number, model in self._kept.items()}
-        return {name: image for name, image in {**kept, **self.pool.images}.items() if name != self.pool_name(without)}
+        kept = {self.pool_name(number): model.scute_packed for number, model in self._kept.items()}
+        return {
+            name: packed
+            for name, packed in {**kept, **self.pool.packed_adapters}.items()
+            if name != self.pool_name(without)
+        }
 
     def hold(self, numbers: Collection[int]) -> None:
         """Keep these adapters in host memory until the next call, also where vLLM forgets them, and no others."""
@@ -182,38 +192,44 @@ class AdapterSlots(LRUCacheLoRAModelManager):
         Adapters without a digest are the stand-ins of vLLM's warm-up. They are empty here: their weights are zeros, and
         already have this rank's shapes.
         """
-        image: AdapterImage | None = getattr(lora_model, "scute_image", None)
+        packed: PackedAdapter | None = getattr(lora_model, "scute_packed", None)
         if getattr(lora_model, "scute_ready", False):  # it was here before, and every check was made then
-            self._register(lora_model, lora_model.scute_image)
+            self._register(lora_model, lora_model.scute_packed)
             return
         digest: str | None = getattr(lora_model, "scute_digest", None)
         name, pin = str(lora_model.id), self.pool.memory.pin
-        if image is None and (self.options.stock_kernels or digest is None):
-            image = image_of(name, {}, (), self.sites, self.pool.dtype, pin=pin)
-        elif image is None:
-            image = image_of(name, lora_model.loras, self._modules, self.sites, self.pool.dtype, pin=pin)
+        if packed is None and (self.options.stock_kernels or digest is None):
+            packed = pack_stock_lora(name, {}, (), self.sites, self.pool.dtype, pin=pin)
+        elif packed is None:
+            packed = pack_stock_lora(name, lora_model.loras, self._modules, self.sites, self.pool.dtype, pin=pin)
         if not self.options.stock_kernels:
             for site in self.sites:
                 lora_model.loras.pop(site.name, None)
                 lora_model.loras.pop(site.gemm, None)  # vLLM's warm-up packs slices itself
-        check_fits(image, self.pool, self.options, slots=self.lora_slots, images=self.images(without=lora_model.id))
+        check_fits(
+            packed,
+            self.pool,
+            self.options,
+            max_adapters=self.lora_slots,
+            packed_adapters=self.packed_adapters(without=lora_model.id),
+        )
         if lora_model.loras:
             super()._create_merged_loras_inplace(lora_model)
-        self._register(lora_model, image)
+        self._register(lora_model, packed)
 
-    def _register(self, lora_model: Any, image: AdapterImage) -> None:
-        self.pool.add(self.pool_name(lora_model.id), image)
-        lora_model.scute_image, lora_model.scute_ready = image, True
+    def _register(self, lora_model: Any, packed: PackedAdapter) -> None:
+        self.pool.add(self.pool_name(lora_model.id), packed)
+        lora_model.scute_packed, lora_model.scute_ready = packed, True
         self._models[lora_model.id] = lora_model
         self._kept.pop(lora_model.id, None)
         digest: str | None = getattr(lora_model, "scute_digest", None)
         if digest is not None:
             self.digests[lora_model.id] = digest
 
-    def _sites(self, name: str, layer: Any) -> tuple[SiteSlot, ...]:
+    def _sites(self, name: str, layer: Any) -> tuple[DirectoryEntry, ...]:
         parts = self.packed_modules.get(name, [name])
         return tuple(
-            SiteSlot(name=part, in_features=int(layer.input_size), out_features=width, gemm=name)
+            DirectoryEntry(name=part, in_features=int(layer.input_size), out_features=width, gemm=name)
             for part, width in zip(parts, layer.widths, strict=True)
         )
 
@@ -257,7 +273,7 @@ def _decode_rows(vllm_config: Any) -> tuple[int, bool]:
     return max(fitting or [DECODE_ROWS]), beyond
 
 
-def pool_report(slots: AdapterSlots) -> str:
+def pool_report(slots: AdapterManager) -> str:
     """Return one line on what the pool has room for, for the engine's log."""
     stats = slots.pool.stats()
     return (

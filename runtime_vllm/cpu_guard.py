@@ -42,8 +42,9 @@ def guard(operations: ModuleType) -> bool:
 
 def _without_base_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def guarded(inputs: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, indices: torch.Tensor, *rest: Any,
-                **named: Any) -> Any:
+    def guarded(
+        inputs: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, indices: torch.Tensor, *rest: Any, **named: Any
+    ) -> Any:
         adapted = (indices[: len(inputs)] >= 0).to(inputs.dtype).unsqueeze(-1)
         return original(inputs * adapted, weights, out, indices, *rest, **named)
 

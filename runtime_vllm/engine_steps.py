@@ -22,14 +22,14 @@ from scute_compile.runtime_min.step.plan import WIDE_RANK, Capacity, StepBuffers
 class StepLimits:
     """How large an engine's steps may be."""
 
-    max_tokens: int
-    max_rows: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
     """Most rows of the decode form."""
-    max_rank: int
+    max_lora_rank: int
     pair_rank: int
     rotations: bool
     padded_beyond: bool = False
-    """Whether an engine may pad a step of fewer rows to more than `max_rows`, where graphs read the other form."""
+    """Whether an engine may pad a step of fewer rows to more than `max_num_seqs`, where graphs read the other form."""
 
 
 class EngineSteps:
@@ -45,7 +45,10 @@ class EngineSteps:
         self.slots = len(pool.memory.directory)
         self.buffers = {
             prefill: StepBuffers(_capacity(pool, limits, tokens, prefill=prefill), pool.device)
-            for prefill, tokens in ((False, limits.max_rows), (True, max(limits.max_tokens, limits.max_rows)))
+            for prefill, tokens in (
+                (False, limits.max_num_seqs),
+                (True, max(limits.max_num_batched_tokens, limits.max_num_seqs)),
+            )
         }
         self._plans: dict[bool, StepPlan | None] = {False: None, True: None}
         self._tokens = 0
@@ -66,7 +69,9 @@ class EngineSteps:
         """
         if len(names) > self.buffers[True].capacity.tokens:
             fail(
-                Code.SC804, where="a step", found=f"{len(names)} tokens",
+                Code.SC804,
+                where="a step",
+                found=f"{len(names)} tokens",
                 expected=f"at most {self.buffers[True].capacity.tokens}, the engine's max_num_batched_tokens",
                 next="start the engine with a larger max_num_batched_tokens",
             )
@@ -75,7 +80,7 @@ class EngineSteps:
         self.release()
         self._lease = lease
         slots: dict[str | None, int] = {None: -1}
-        slots.update(lease.slots if lease is not None else {})
+        slots.update(lease.indices if lease is not None else {})
         rows = tuple(map(slots.__getitem__, names))
         self._tokens = len(rows)
         self._plans = {False: None, True: None}
@@ -87,7 +92,7 @@ class EngineSteps:
 
     def _forms(self, rows: int) -> tuple[bool, ...]:
         """Return the forms in which a step of so many rows may run, decode as False and prefill as True."""
-        if rows > self.limits.max_rows:
+        if rows > self.limits.max_num_seqs:
             return (True,)
         return (False, True) if self.limits.padded_beyond else (False,)
 
@@ -118,7 +123,7 @@ class EngineSteps:
 
     def written_for(self, rows: int) -> bool:
         """Whether a layer that is called with `rows` rows sees every token of the current step."""
-        return self._plans[rows > self.limits.max_rows] is not None and self._tokens <= rows
+        return self._plans[rows > self.limits.max_num_seqs] is not None and self._tokens <= rows
 
     def form(self, rows: int, *, fixed: bool, plain: bool = False) -> tuple[StepBuffers, Features]:
         """Return the buffers and the features for a layer that is called with `rows` rows.
@@ -131,11 +136,13 @@ class EngineSteps:
         Raises:
             ScuteError: SC703 when the step was written for more rows than the layer sees.
         """
-        prefill = rows > self.limits.max_rows
+        prefill = rows > self.limits.max_num_seqs
         buffers, plan = self.buffers[prefill], self._plans[prefill]
         if plan is None or not self.written_for(rows):
             fail(
-                Code.SC703, where="a step", found=f"a layer with {rows} rows in a step of {self._tokens}",
+                Code.SC703,
+                where="a step",
+                found=f"a layer with {rows} rows in a step of {self._tokens}",
                 expected="layers that see every token of the step",
                 next="report the model; adapters can't be served on it this way",
             )
@@ -166,8 +173,8 @@ class EngineSteps:
             ranks=buffers.capacity.ranks // buffers.capacity.tokens * rows,
             rotated=rows if self.limits.rotations else 0,
         )
-        most = fixed_features(capacity, slots=self.slots, prefill=prefill, whole_granules=True, plain=plain)
-        return dataclasses.replace(most, tall=0) if self.limits.max_rank <= WIDE_RANK else most
+        most = fixed_features(capacity, max_adapters=self.slots, prefill=prefill, whole_granules=True, plain=plain)
+        return dataclasses.replace(most, tall=0) if self.limits.max_lora_rank <= WIDE_RANK else most
 
 
 def _as_rehearsed(features: Features, most: Features) -> Features:
@@ -178,7 +185,7 @@ def _as_rehearsed(features: Features, most: Features) -> Features:
 
 def _capacity(pool: ResidentPool, limits: StepLimits, tokens: int, *, prefill: bool) -> Capacity:
     """Return what the buffers of one form hold; prefill keeps the rows of shared pairs beside those of own terms."""
-    rank = max(limits.max_rank, limits.pair_rank) if prefill else limits.max_rank
+    rank = max(limits.max_lora_rank, limits.pair_rank) if prefill else limits.max_lora_rank
     return Capacity(
         tokens=tokens,
         ranks=tokens * rank,

@@ -38,8 +38,13 @@ if TYPE_CHECKING:
 
 MOST_SLICES = 3
 """Of one GEMM, in the kernels."""
-PLAIN_FORWARD = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear,
-                 RowParallelLinear)
+PLAIN_FORWARD = (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 """Classes whose own product is that of their quantization method; a subclass with another forward is called whole."""
 
 
@@ -188,9 +193,7 @@ class AdaptedLinear:
 
 def _tensors(steps: EngineSteps) -> PoolTensors:
     memory = steps.pool.memory
-    return PoolTensors(
-        pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared
-    )
+    return PoolTensors(pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared)
 
 
 class _Replacing(AdaptedLinear):
@@ -202,7 +205,9 @@ class _Replacing(AdaptedLinear):
     ) -> bool:
         """Answer vLLM's question."""
         takes = super().can_replace_layer(  # type: ignore[misc] # vLLM's class, next in order
-            source_layer=source_layer, lora_config=lora_config, packed_modules_list=packed_modules_list,
+            source_layer=source_layer,
+            lora_config=lora_config,
+            packed_modules_list=packed_modules_list,
             model_config=model_config,
         )
         return bool(takes) and len(packed_modules_list) <= MOST_SLICES
@@ -232,5 +237,11 @@ class AdaptedReplicated(_Replacing, ReplicatedLinearWithLoRA):
     """A layer that every rank holds whole."""
 
 
-ADAPTED = (AdaptedColumnParallel, AdaptedMergedColumn, AdaptedQKV, AdaptedMergedQKV, AdaptedRowParallel,
-           AdaptedReplicated)
+ADAPTED = (
+    AdaptedColumnParallel,
+    AdaptedMergedColumn,
+    AdaptedQKV,
+    AdaptedMergedQKV,
+    AdaptedRowParallel,
+    AdaptedReplicated,
+)

@@ -20,17 +20,24 @@ from vllm.lora.utils import get_adapter_absolute_path
 from scute_compile.diagnostics import Code, ScuteError, fail
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
 from scute_compile.formats.artifact_tensors import TORCH_DTYPES
-from scute_compile.runtime_min.pool.directory import SiteSlot
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage, FactorImage
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, PackedFactor
 from scute_compile.runtime_min.pool.reading import named_as_in, read_adapter
-from scute_compile.runtime_vllm.adapter_manager import AdapterSlots
+from scute_compile.runtime_vllm.adapter_manager import AdapterManager
 from scute_compile.runtime_vllm.compile_on_load import compile_folder
 from scute_compile.runtime_vllm.engine_requests import digest_of
 from scute_compile.runtime_vllm.load_checks import check_fits, check_limits, check_slots, refuse_engine
 
 logger = logging.getLogger("vllm.scute")
-READ_PAST = ("rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora",
-             "use_qalora")
+READ_PAST = (
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_bdlora",
+    "use_qalora",
+)
 """Fields of a LoRA's configuration that change what it computes."""
 CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq")
 """Ways to initialize a LoRA that train it beside other base weights than the base's."""
@@ -49,7 +56,7 @@ def loading(original: Load) -> Load:
     @wraps(original)
     def load(worker: Any, request: Any) -> Any:
         slots = worker._adapter_manager
-        if not isinstance(slots, AdapterSlots):
+        if not isinstance(slots, AdapterManager):
             return original(worker, request)
         if not request.load_inplace and (kept := slots.kept(request.lora_int_id)) is not None:
             return kept
@@ -76,7 +83,7 @@ def in_one_order(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
     return apply
 
 
-def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any:
+def _load(original: Load, worker: Any, slots: AdapterManager, request: Any) -> Any:
     if not slots.options.stock_kernels:  # plain folders go through the plugin's layers too
         _check_whole_steps(slots, request)
     path = Path(get_adapter_absolute_path(request.lora_path))
@@ -104,7 +111,7 @@ def _load(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any
     return model
 
 
-def _stock(original: Load, worker: Any, slots: AdapterSlots, request: Any) -> Any:
+def _stock(original: Load, worker: Any, slots: AdapterManager, request: Any) -> Any:
     if slots.options.stock_kernels:
         return original(worker, request)
     config = worker.lora_config
@@ -137,7 +144,7 @@ def check_understood(folder: Path) -> None:
         raise ValueError(f"This vLLM reads past {', '.join(f'`{name}`' for name in found)} of adapter_config.json.")
 
 
-def check_matched(slots: AdapterSlots, model: Any, name: str) -> None:
+def check_matched(slots: AdapterManager, model: Any, name: str) -> None:
     """Refuse a plain folder with weights for layers that the model doesn't have; vLLM would drop them without a word.
 
     Models whose layers vLLM renames, repeats or spreads over stages keep vLLM's own rule.
@@ -152,42 +159,54 @@ def check_matched(slots: AdapterSlots, model: Any, name: str) -> None:
     if strays:
         some = ", ".join(f"`{layer}`" for layer in strays[:3])
         fail(
-            Code.SC402, where=name,
+            Code.SC402,
+            where=name,
             found=f"weights for {len(strays)} layers that the model doesn't have, such as {some}",
             expected="layers of the model, such as " + ", ".join(f"`{site.name}`" for site in slots.sites[:2]),
             next="serve the base that the adapter was trained on, or correct the prefix of its keys",
         )
 
 
-def _from_artifact(slots: AdapterSlots, request: Any, artifact: Artifact) -> LoRAModel:
+def _from_artifact(slots: AdapterManager, request: Any, artifact: Artifact) -> LoRAModel:
     _check_engine(slots, request)
     _check_same(slots, request, str(artifact.path), artifact.manifest.digest)
     slots.base.check(artifact)
-    image = read_image(slots, artifact, request.lora_name)
-    check_limits(image, slots.options, max_rank=slots.lora_config.max_lora_rank, device=slots.pool.device)
-    check_slots(image, slots.modules_by_site, tuple(site.name for site in slots.sites))
+    packed = read_image(slots, artifact, request.lora_name)
+    check_limits(packed, slots.options, max_lora_rank=slots.lora_config.max_lora_rank, device=slots.pool.device)
+    check_slots(packed, slots.modules_by_site, tuple(site.name for site in slots.sites))
     check_fits(
-        image, slots.pool, slots.options, slots=slots.lora_slots, images=slots.images(without=request.lora_int_id)
+        packed,
+        slots.pool,
+        slots.options,
+        max_adapters=slots.lora_slots,
+        packed_adapters=slots.packed_adapters(without=request.lora_int_id),
     )
-    model = LoRAModel(request.lora_int_id, max(1, image.own_rank), {})
-    model.scute_image, model.scute_digest = image, artifact.manifest.digest
+    model = LoRAModel(request.lora_int_id, max(1, packed.own_rank), {})
+    model.scute_packed, model.scute_digest = packed, artifact.manifest.digest
     return model
 
 
-def read_image(slots: AdapterSlots, artifact: Artifact, name: str) -> AdapterImage:
+def read_image(slots: AdapterManager, artifact: Artifact, name: str) -> PackedAdapter:
     """Return this rank's part of an artifact, for the engine's layers. Raises what `read_adapter` raises."""
-    factors: dict[str, FactorImage] = {
-        factor.key: factor for image in slots.images().values() for factor in image.factors
+    factors: dict[str, PackedFactor] = {
+        factor.key: factor for packed in slots.packed_adapters().values() for factor in packed.factors
     }
     stored, dtype = TORCH_DTYPES[artifact.manifest.dtype], slots.pool.dtype
     exact = torch.promote_types(stored, dtype) is dtype  # a wider dtype holds every value
     return read_adapter(
-        artifact, _named_as_in(artifact, slots), dtype, name=name, tp=slots.tp, rank=slots.rank,
-        factors=factors, convert=exact, pin=slots.pool.memory.pin,
+        artifact,
+        _named_as_in(artifact, slots),
+        dtype,
+        name=name,
+        tp=slots.tp,
+        rank=slots.rank,
+        factors=factors,
+        convert=exact,
+        pin=slots.pool.memory.pin,
     )
 
 
-def _named_as_in(artifact: Artifact, slots: AdapterSlots) -> list[SiteSlot]:
+def _named_as_in(artifact: Artifact, slots: AdapterManager) -> list[DirectoryEntry]:
     """Return the engine's sites under the artifact's names, by vLLM's own renaming of checkpoints where it has one."""
     mapper: Any = getattr(slots.model, "hf_to_vllm_mapper", None)
     if mapper is not None:
@@ -199,16 +218,17 @@ def _named_as_in(artifact: Artifact, slots: AdapterSlots) -> list[SiteSlot]:
     return named_as_in(artifact, slots.sites)
 
 
-def _check_whole_steps(slots: AdapterSlots, request: Any) -> None:
+def _check_whole_steps(slots: AdapterManager, request: Any) -> None:
     """Refuse engines that split their steps: a layer would see half of a step's tokens."""
     if slots.splits_steps:
         refuse_engine(
-            request.lora_name, "an engine that splits its steps in microbatches",
+            request.lora_name,
+            "an engine that splits its steps in microbatches",
             "start the engine without --enable-dbo and --ubatch-size",
         )
 
 
-def _check_engine(slots: AdapterSlots, request: Any) -> None:
+def _check_engine(slots: AdapterManager, request: Any) -> None:
     _check_whole_steps(slots, request)
     if slots.lora_config.fully_sharded_loras:
         refuse_engine(
@@ -216,17 +236,20 @@ def _check_engine(slots: AdapterSlots, request: Any) -> None:
         )
     if getattr(slots.lora_config, "enable_tower_connector_lora", False):
         refuse_engine(
-            request.lora_name, "an engine with LoRA in the vision tower",
+            request.lora_name,
+            "an engine with LoRA in the vision tower",
             "start the engine without enable_tower_connector_lora",
         )
 
 
-def _check_same(slots: AdapterSlots, request: Any, path: str, now: str) -> None:
+def _check_same(slots: AdapterManager, request: Any, path: str, now: str) -> None:
     """Refuse content that changed on disk since this adapter was first loaded, unless it is to be replaced."""
     before = slots.digests.get(request.lora_int_id)
     if before not in (None, now) and not request.load_inplace:
         fail(
-            Code.SC603, where=path, found=f"an adapter of digest {now[:12]}",
+            Code.SC603,
+            where=path,
+            found=f"an adapter of digest {now[:12]}",
             expected=f"{before[:12] if before else ''}, which was loaded under this name first",
             next="load it again with load_inplace, or under a new name; the older one is no longer on disk",
         )

@@ -69,7 +69,10 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
         return None
     if not (value.isascii() and value.isdigit() and 0 < int(value) < 1 << 24):
         fail(
-            Code.SC703, where=name, found=repr(value), expected="a whole number from 1 on",
+            Code.SC703,
+            where=name,
+            found=repr(value),
+            expected="a whole number from 1 on",
             next=f"set {name} to a number, or unset it",
         )
     return int(value)

@@ -28,7 +28,8 @@ def register() -> None:
     if missing:
         logger.error(
             "scute: this vLLM lacks what the plugin needs (%s); compiled adapters will not be served. Tested: %s",
-            "; ".join(missing), ", ".join(TESTED),
+            "; ".join(missing),
+            ", ".join(TESTED),
         )
         return
     try:
@@ -84,16 +85,16 @@ def _install() -> None:
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     from scute_compile.runtime_vllm import engine_requests, logits
-    from scute_compile.runtime_vllm.adapter_manager import AdapterSlots
+    from scute_compile.runtime_vllm.adapter_manager import AdapterManager
     from scute_compile.runtime_vllm.cpu_guard import guard
     from scute_compile.runtime_vllm.layers import ADAPTED, AdaptedLinear
     from scute_compile.runtime_vllm.loading import in_one_order, loading
     from scute_compile.runtime_vllm.options import Options
 
     options = Options.read()
-    AdapterSlots.options, AdaptedLinear.stock_kernels = options, options.stock_kernels
+    AdapterManager.options, AdaptedLinear.stock_kernels = options, options.stock_kernels
     utils._all_lora_classes = (*ADAPTED, *utils._all_lora_classes)
-    LRUCacheWorkerLoRAManager._manager_cls = AdapterSlots
+    LRUCacheWorkerLoRAManager._manager_cls = AdapterManager
     WorkerLoRAManager._load_adapter = loading(WorkerLoRAManager._load_adapter)
     LRUCacheWorkerLoRAManager._apply_adapters = in_one_order(LRUCacheWorkerLoRAManager._apply_adapters)
     kv_cache_utils._gen_lora_extra_hash_keys = engine_requests.hash_keys(kv_cache_utils._gen_lora_extra_hash_keys)

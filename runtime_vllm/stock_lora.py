@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from scute_compile.diagnostics import Code, fail
-from scute_compile.runtime_min.pool.directory import SiteSlot
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage, SiteContent, pack_adapter
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, SiteContent, pack_adapter
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 from scute_compile.runtime_vllm.layers import AdaptedLinear
 
 
@@ -22,14 +22,19 @@ class Module:
     name: str
     """Its path in the model."""
     layer: AdaptedLinear
-    sites: tuple[SiteSlot, ...]
+    sites: tuple[DirectoryEntry, ...]
     """One per slice."""
 
 
-def image_of(
-    name: str, loras: Mapping[str, Any], modules: Sequence[Module], sites: Sequence[SiteSlot], dtype: torch.dtype, *,
+def pack_stock_lora(
+    name: str,
+    loras: Mapping[str, Any],
+    modules: Sequence[Module],
+    sites: Sequence[DirectoryEntry],
+    dtype: torch.dtype,
+    *,
     pin: bool,
-) -> AdapterImage:
+) -> PackedAdapter:
     """Lay out vLLM's LoRA weights of the wrapped layers.
 
     Args:
@@ -53,9 +58,9 @@ def image_of(
         for site, one, (a, b) in zip(module.sites, given, cut, strict=True):
             if one is not None:
                 _check_finite(a, f"{name}: {site.name}, A")
-                term = TermSlots(a=a.to(dtype), b=_scaled(b, float(one.scaling), dtype, f"{name}: {site.name}"))
+                term = TermTensors(a=a.to(dtype), b=_scaled(b, float(one.scaling), dtype, f"{name}: {site.name}"))
                 contents[site.name] = SiteContent(
-                    in_features=a.shape[1], out_features=b.shape[0], slots=SiteSlots(terms=(term,))
+                    in_features=a.shape[1], out_features=b.shape[0], tensors=SiteTensors(terms=(term,))
                 )
     return pack_adapter(name, sites, contents, dtype, pin=pin)
 
@@ -74,8 +79,13 @@ def _cut(layer: Any, given: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 def _check_finite(tensor: torch.Tensor, where: str) -> None:
     if tensor.numel() and not all(bool(bound.isfinite()) for bound in torch.aminmax(tensor)):
-        fail(Code.SC309, where=where, found="NaN or infinity", expected="finite numbers",
-             next="save the adapter again from a run that converged")
+        fail(
+            Code.SC309,
+            where=where,
+            found="NaN or infinity",
+            expected="finite numbers",
+            next="save the adapter again from a run that converged",
+        )
 
 
 def _scaled(b: torch.Tensor, scaling: float, dtype: torch.dtype, where: str) -> torch.Tensor:
@@ -84,7 +94,10 @@ def _scaled(b: torch.Tensor, scaling: float, dtype: torch.dtype, where: str) -> 
     rounded = exact.to(dtype)
     if not bool(rounded.isfinite().all()):
         fail(
-            Code.SC320, where=where, found=f"values up to {float(exact.abs().max()):.3g} in B with its scale",
-            expected=f"finite values in {str(dtype).removeprefix('torch.')}", next="serve in bfloat16 or float32",
+            Code.SC320,
+            where=where,
+            found=f"values up to {float(exact.abs().max()):.3g} in B with its scale",
+            expected=f"finite values in {str(dtype).removeprefix('torch.')}",
+            next="serve in bfloat16 or float32",
         )
     return rounded.T.contiguous()

@@ -71,12 +71,19 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
         weights: whether a Hub base must bring its weights along (for compiling) or headers suffice.
     """
     if not source:
-        fail(Code.SC401, where="--base", found="an empty name", expected="a folder or a Hub id",
-             next="name the base, or leave --base out for the adapter's own")
+        fail(
+            Code.SC401,
+            where="--base",
+            found="an empty name",
+            expected="a folder or a Hub id",
+            next="name the base, or leave --base out for the adapter's own",
+        )
     checkpoint = open_base(source, weights=weights)
     if checkpoint.quantized:
         fail(
-            Code.SC404, where=source, found=f"quantization_config: {checkpoint.quantized}",
+            Code.SC404,
+            where=source,
+            found=f"quantization_config: {checkpoint.quantized}",
             expected="weights in float32, bfloat16 or float16",
             next="pass with --base the model that this one was quantized from",
         )
@@ -119,8 +126,14 @@ def plan(source: str, base: OpenBase | None, target: Target, *, hash_files: bool
         label = name or (adapter.name if adapter else Path(source).name)
         return Planned(source=source, name=label, adapter=adapter, scan=None, program=None, findings=error.diagnostics)
     found = tuple(findings)
-    return Planned(source=source, name=name or adapter.name, adapter=adapter, scan=scanned,
-                   program=replace(program, findings=found), findings=found)
+    return Planned(
+        source=source,
+        name=name or adapter.name,
+        adapter=adapter,
+        scan=scanned,
+        program=replace(program, findings=found),
+        findings=found,
+    )
 
 
 def _rewrite(program: Program, scanned: Scan, base: OpenBase | None, findings: Findings) -> Program:
@@ -147,8 +160,11 @@ def _rewrite(program: Program, scanned: Scan, base: OpenBase | None, findings: F
         findings.raise_if_errors()
     if sited and not program.sites:
         findings.note(
-            Code.SC314, where="adapter", found="every B (or every slot) is zero or the identity: no effect",
-            expected="a trained adapter", next="compiled all the same; it answers as the base does",
+            Code.SC314,
+            where="adapter",
+            found="every B (or every slot) is zero or the identity: no effect",
+            expected="a trained adapter",
+            next="compiled all the same; it answers as the base does",
         )
     if not base.checkpoint.tensors:
         _check_needs(program, findings)
@@ -172,7 +188,8 @@ def _check_numbers(program: Program, findings: Findings) -> None:
     if coded:
         ref, site = next(iter(coded.items()))
         findings.error(
-            Code.SC404, where=site,
+            Code.SC404,
+            where=site,
             found=f"{len(coded)} base tensors that are needed, such as `{ref.key}` in {ref.dtype}",
             expected="weights in float32, bfloat16 or float16",
             next="pass with --base the model that this one was quantized from",
@@ -242,7 +259,10 @@ def compile_planned(
         from scute_compile.pack.pack import Package, pack, read_norms
     except ModuleNotFoundError as error:
         fail(
-            Code.SC701, where="compile", found=f"no module named {error.name!r}", expected="torch",
+            Code.SC701,
+            where="compile",
+            found=f"no module named {error.name!r}",
+            expected="torch",
             next="`pip install torch peft`, or compile on another machine",
         )
     identity = {"structure": base.structure_hash(), "content": content_hash(base.checkpoint)}

@@ -80,9 +80,29 @@ def _serving(base: str, artifacts: Mapping[str, str], log: Path) -> Iterator[int
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", base, "--served-model-name", "base",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
-        "--max-num-seqs", "8", "--enable-lora", "--max-loras", str(max(1, len(artifacts))), "--max-lora-rank", "64",
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        base,
+        "--served-model-name",
+        "base",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "256",
+        "--max-num-seqs",
+        "8",
+        "--enable-lora",
+        "--max-loras",
+        str(max(1, len(artifacts))),
+        "--max-lora-rank",
+        "64",
     ]
     if artifacts:
         command += ["--lora-modules", *(f"{name}={path}" for name, path in artifacts.items())]

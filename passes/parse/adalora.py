@@ -80,7 +80,10 @@ def _site(checkpoint: Checkpoint, path: str, c: float) -> Site | None:
     rank = a.shape[0]
     if b.shape[1] != rank or e.shape not in ((rank, 1), (rank,)):
         checkpoint.findings.error(
-            Code.SC307, where=path, found=f"A {a.shape}, E {e.shape}, B {b.shape}", expected="one rank for all three",
+            Code.SC307,
+            where=path,
+            found=f"A {a.shape}, E {e.shape}, B {b.shape}",
+            expected="one rank for all three",
             next="save the adapter again",
         )
         return None

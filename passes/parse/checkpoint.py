@@ -190,17 +190,22 @@ def _no_match(keys: SortedKeys, known: ModelStructure, findings: Findings, *, am
     findings.error(
         Code.SC302,
         where=names[0] if names else "adapter",
-        found=f"{len(names)} modules such as {some(names[:1])}; " + (
-            "several changes of the prefix would make them match" if ambiguous else "no key matches the base"
-        ),
+        found=f"{len(names)} modules such as {some(names[:1])}; "
+        + ("several changes of the prefix would make them match" if ambiguous else "no key matches the base"),
         expected=f"names of {known.model_type} such as {some(list(known.linears)[:1])}",
         next="check that the base is the one the adapter was trained on, or rename the keys",
     )
 
 
 def _checkpoint(
-    adapter: AdapterFolder, scan: Scan, known: ModelStructure, modules: Mapping[str, Tensors], keys: SortedKeys,
-    refs: Mapping[str, Ref], rooted: Rooted, findings: Findings,
+    adapter: AdapterFolder,
+    scan: Scan,
+    known: ModelStructure,
+    modules: Mapping[str, Tensors],
+    keys: SortedKeys,
+    refs: Mapping[str, Ref],
+    rooted: Rooted,
+    findings: Findings,
 ) -> Checkpoint:
     by_base = {rooted.paths[raw]: modules[raw] for raw in rooted.paths}
     inside = {path: linear for path, linear in known.linears.items() if after(path, rooted.added) is not None}
@@ -227,8 +232,13 @@ def _check_targets(checkpoint: Checkpoint, keys: SortedKeys) -> None:
 
 
 def _claim_rest(
-    front_end: FrontEnd, checkpoint: Checkpoint, keys: SortedKeys, refs: Mapping[str, Ref], rooted: Rooted,
-    reading: Reading, same_values: SameValues,
+    front_end: FrontEnd,
+    checkpoint: Checkpoint,
+    keys: SortedKeys,
+    refs: Mapping[str, Ref],
+    rooted: Rooted,
+    reading: Reading,
+    same_values: SameValues,
 ) -> tuple[Site, ...]:
     rest = Rest(
         config=checkpoint.config,

@@ -28,12 +28,17 @@ def check_tensors(
             empty.append(key)
         if (key in slots or key in keys.shared.values()) and ref.dtype not in NUMBERS:
             findings.error(
-                Code.SC110, where=key, found=f"dtype {ref.dtype}", expected="F32, BF16, F16 or F64",
+                Code.SC110,
+                where=key,
+                found=f"dtype {ref.dtype}",
+                expected="F32, BF16, F16 or F64",
                 next="save the adapter in a floating-point dtype",
             )
         if not facts[key].finite:
             findings.error(
-                Code.SC309, where=key, found=f"`{key}` holds NaN or infinity: its values are not finite",
+                Code.SC309,
+                where=key,
+                found=f"`{key}` holds NaN or infinity: its values are not finite",
                 expected="finite numbers",
                 next="the training run diverged or the save went wrong; use an earlier checkpoint",
             )
@@ -56,12 +61,17 @@ def drop_unserved(raw_paths: Iterable[str], structure: ModelStructure, findings:
         path = module_path(raw)
         if "experts" in segments or segments[-1] == "base_layer":
             findings.error(
-                Code.SC212, where=raw, found="low-rank factors on stacked experts", expected="linear layers",
+                Code.SC212,
+                where=raw,
+                found="low-rank factors on stacked experts",
+                expected="linear layers",
                 next="train with target_modules on linear layers only",
             )
         elif segments[-1] in HEADS | EMBEDDINGS or path in structure.embeddings:
             findings.error(
-                Code.SC317, where=raw, found=f"`{segments[-1]}` is an output head or an embedding, which is not served",
+                Code.SC317,
+                where=raw,
+                found=f"`{segments[-1]}` is an output head or an embedding, which is not served",
                 expected="linear layers between the embedding and the head",
                 next=f"train without `{segments[-1]}` among the targets",
             )
@@ -92,7 +102,10 @@ def check_shapes(
     else:
         for (path, _, _), text in zip(wrong, texts, strict=True):
             findings.error(
-                Code.SC307, where=path, found=text, expected="tensors that fit the layer",
+                Code.SC307,
+                where=path,
+                found=text,
+                expected="tensors that fit the layer",
                 next="check that the base is the one the adapter was trained on",
             )
     return not wrong

@@ -57,7 +57,10 @@ def _site(checkpoint: Checkpoint, path: str, ia3: Ia3Settings) -> Site | None:
     linear = checkpoint.linear(path)
     if len(vector.shape) != 2 or 1 not in vector.shape:
         checkpoint.findings.error(
-            Code.SC307, where=path, found=f"`{vector.key}` of shape {vector.shape}", expected="(out, 1) or (1, in)",
+            Code.SC307,
+            where=path,
+            found=f"`{vector.key}` of shape {vector.shape}",
+            expected="(out, 1) or (1, in)",
             next="save the adapter again; convolutions are not served",
         )
         return None

@@ -99,7 +99,9 @@ def _check_names(names: Mapping[str, str], findings: Findings) -> None:
         )
     else:
         findings.note(
-            Code.SC318, where=key, found=f"`{key}`: the name `{given[0]}` in every key",
+            Code.SC318,
+            where=key,
+            found=f"`{key}`: the name `{given[0]}` in every key",
             expected="keys without an adapter's name, as save_pretrained writes them",
             next="read as they were meant; today's PEFT ignores keys with a name other than `default`",
         )
@@ -112,18 +114,25 @@ def check_prefix(raw_paths: Iterable[str], findings: Findings) -> bool:
     twice = [raw for raw in bare if PREFIX + raw in raws]
     for raw in twice:
         findings.error(
-            Code.SC306, where=raw, found=f"the module as `{PREFIX}{raw}` and as `{raw}`",
-            expected="its tensors once", next="remove the ones that are not meant",
+            Code.SC306,
+            where=raw,
+            found=f"the module as `{PREFIX}{raw}` and as `{raw}`",
+            expected="its tensors once",
+            next="remove the ones that are not meant",
         )
     if bare and not twice and len(bare) < len(raws):
         findings.error(
-            Code.SC303, where=bare[0], found=f"{len(bare)} of {len(raws)} modules lack the prefix `{PREFIX}`",
+            Code.SC303,
+            where=bare[0],
+            found=f"{len(bare)} of {len(raws)} modules lack the prefix `{PREFIX}`",
             expected="the prefix on all keys, or on none",
             next="the file was put together from several; save the adapter again",
         )
     elif bare and not twice:
         findings.note(
-            Code.SC304, where=bare[0], found=f"no key has the prefix `{PREFIX}`; all {len(raws)} modules match without",
+            Code.SC304,
+            where=bare[0],
+            found=f"no key has the prefix `{PREFIX}`; all {len(raws)} modules match without",
             expected=f"keys that begin with `{PREFIX}`",
             next="read as they were meant; PEFT would ignore every one of them without a word",
         )

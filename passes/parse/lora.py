@@ -48,10 +48,22 @@ RULES = (
     Rule(name="enable_lora", code=Code.SC204, why="the merged projections of PEFT 0.2 and older have grouped factors"),
 )
 
-INERT = frozenset({
-    "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
-    "monteclora_config", "use_qalora", "qalora_group_size", "megatron_core", "ensure_weight_tying", "merge_weights",
-})
+INERT = frozenset(
+    {
+        "lora_dropout",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "velora_config",
+        "monteclora_config",
+        "use_qalora",
+        "qalora_group_size",
+        "megatron_core",
+        "ensure_weight_tying",
+        "merge_weights",
+    }
+)
 
 
 def dimensions(tensors: Tensors) -> tuple[int, int]:
@@ -87,23 +99,34 @@ def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
         )
     elif init == "lora_ga":
         checkpoint.findings.note(
-            Code.SC206, where="init_lora_weights", found="init_lora_weights = 'lora_ga'",
+            Code.SC206,
+            where="init_lora_weights",
+            found="init_lora_weights = 'lora_ga'",
             expected="the base that training started from, which lora_ga shifts unless it was converted",
             next="served as plain LoRA on the given base, as PEFT loads it",
         )
     if lora.use_dora and lora.lora_bias:
         checkpoint.findings.error(
-            Code.SC204, where="lora_bias", found="lora_bias with use_dora", expected="one of the two",
+            Code.SC204,
+            where="lora_bias",
+            found="lora_bias with use_dora",
+            expected="one of the two",
             next="PEFT refuses the pair as well; correct the configuration",
         )
     if lora.r is None:
         checkpoint.findings.note(
-            Code.SC315, where="r", found="no rank r in the configuration; the tensors' ranks count",
-            expected="the rank of the training run", next="the scale follows from the tensors' ranks",
+            Code.SC315,
+            where="r",
+            found="no rank r in the configuration; the tensors' ranks count",
+            expected="the rank of the training run",
+            next="the scale follows from the tensors' ranks",
         )
     if lora.lora_alpha is None or not math.isfinite(lora.lora_alpha):
         checkpoint.findings.error(
-            Code.SC207, where="lora_alpha", found=f"lora_alpha = {lora.lora_alpha}", expected="a finite number",
+            Code.SC207,
+            where="lora_alpha",
+            found=f"lora_alpha = {lora.lora_alpha}",
+            expected="a finite number",
             next="restore lora_alpha from the training run",
         )
     elif lora.lora_alpha == 0 and not lora.alpha_pattern and not _untrained(checkpoint):
@@ -169,14 +192,18 @@ def _site(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> Site | None:
     tensors = checkpoint.modules[path]
     if "magnitude" in tensors and not lora.use_dora:
         checkpoint.findings.error(
-            Code.SC310, where=path, found=f"`{tensors['magnitude'].key}` with use_dora = false",
+            Code.SC310,
+            where=path,
+            found=f"`{tensors['magnitude'].key}` with use_dora = false",
             expected="magnitude tensors and use_dora to agree",
             next="set use_dora to true if it was trained so; PEFT would drop the magnitudes in silence",
         )
         return None
     if "lora_B.bias" in tensors and not lora.lora_bias:
         checkpoint.findings.error(
-            Code.SC310, where=path, found=f"`{tensors['lora_B.bias'].key}` with lora_bias = false",
+            Code.SC310,
+            where=path,
+            found=f"`{tensors['lora_B.bias'].key}` with lora_bias = false",
             expected="biases on B and lora_bias to agree",
             next="set lora_bias to true if it was trained so; PEFT would drop the biases in silence",
         )
@@ -202,8 +229,11 @@ def _matching_ranks(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> bo
     rank = a.shape[0]
     if b.shape[1] != rank:
         checkpoint.findings.error(
-            Code.SC307, where=path, found=f"A {a.shape} of rank {rank}, B {b.shape} of rank {b.shape[1]}",
-            expected="equal ranks", next="save the adapter again",
+            Code.SC307,
+            where=path,
+            found=f"A {a.shape} of rank {rank}, B {b.shape} of rank {b.shape[1]}",
+            expected="equal ranks",
+            next="save the adapter again",
         )
         return False
     patterns = matching(lora.rank_pattern, checkpoint.trained_name(path), where="rank_pattern")

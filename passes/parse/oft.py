@@ -101,7 +101,10 @@ def _site(checkpoint: Checkpoint, path: str, oft: OftSettings, form: RotationFor
     if saved is None or (size := _size(saved)) == 0:
         found = f"`{saved.key}` of shape {saved.shape}" if saved else "no rotation"
         checkpoint.findings.error(
-            Code.SC307, where=path, found=found, expected="(blocks, size (size - 1) / 2)",
+            Code.SC307,
+            where=path,
+            found=found,
+            expected="(blocks, size (size - 1) / 2)",
             next="save the adapter again",
         )
         return None

@@ -70,19 +70,27 @@ def _claim_bias(ref: Ref, rest: Rest, biases: dict[str, Ref]) -> None:
         return
     if base_bias is None or base_bias.shape != ref.shape:
         rest.findings.error(
-            Code.SC307, where=path, found=f"`{ref.key}` {ref.shape}",
+            Code.SC307,
+            where=path,
+            found=f"`{ref.key}` {ref.shape}",
             expected=f"a bias of shape {base_bias.shape}" if base_bias else "no bias: the base's layer has none",
             next="check that the base is the one the adapter was trained on",
         )
         return
     if old_spelling and path in rest.adapted:
         rest.findings.note(
-            Code.SC318, where=path, found=f"`{ref.key}`, the spelling of PEFT 0.6 and older: read as the trained bias",
-            expected="`.base_layer.bias`", next="today's PEFT ignores this key without a word",
+            Code.SC318,
+            where=path,
+            found=f"`{ref.key}`, the spelling of PEFT 0.6 and older: read as the trained bias",
+            expected="`.base_layer.bias`",
+            next="today's PEFT ignores this key without a word",
         )
     if path in biases:
         rest.findings.error(
-            Code.SC306, where=path, found=f"`{biases[path].key}` and `{ref.key}`", expected="one trained bias",
+            Code.SC306,
+            where=path,
+            found=f"`{biases[path].key}` and `{ref.key}`",
+            expected="one trained bias",
             next="remove the one that is not meant",
         )
     biases[path] = ref
@@ -91,20 +99,28 @@ def _claim_bias(ref: Ref, rest: Rest, biases: dict[str, Ref]) -> None:
 def _is_known_fault(key: str, rest: Rest) -> bool:
     if FOREIGN.search(key):
         rest.findings.error(
-            Code.SC311, where=key, found=f"`{key}`",
+            Code.SC311,
+            where=key,
+            found=f"`{key}`",
             expected="`.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank)",
             next="convert the adapter to PEFT's layout with the framework that wrote it",
         )
         return True
     if "trainable_tokens" in key or "token_adapter" in key:
         rest.findings.error(
-            Code.SC211, where=key, found="trainable tokens: rows that replace the embedding's",
-            expected="tensors of linear layers", next="train without trainable tokens",
+            Code.SC211,
+            where=key,
+            found="trainable tokens: rows that replace the embedding's",
+            expected="tensors of linear layers",
+            next="train without trainable tokens",
         )
         return True
     if "lora_embedding_" in key:
         rest.findings.error(
-            Code.SC317, where=key, found="low-rank factors of an embedding", expected="tensors of linear layers",
+            Code.SC317,
+            where=key,
+            found="low-rank factors of an embedding",
+            expected="tensors of linear layers",
             next="train without the embedding among the targets",
         )
         return True
@@ -148,8 +164,11 @@ def _claim_copy(ref: Ref, rest: Rest) -> None:
         return
     if key is None:
         rest.findings.error(
-            Code.SC301, where=ref.key, found=f"`{ref.key}` {ref.shape} belongs to no slot of the method",
-            expected="every tensor to be claimed", next="remove the tensor if it is a leftover of training",
+            Code.SC301,
+            where=ref.key,
+            found=f"`{ref.key}` {ref.shape} belongs to no slot of the method",
+            expected="every tensor to be claimed",
+            next="remove the tensor if it is a leftover of training",
         )
         return
     same = rest.same_values(ref, rest.structure.tensors[key])
@@ -157,8 +176,11 @@ def _claim_copy(ref: Ref, rest: Rest) -> None:
         rest.findings.note(Code.SC313, where=ref.key, found=f"identical to the base's `{key}`; dropped")
     elif same is None:
         rest.findings.error(
-            Code.SC403, where=ref.key, found=f"a copy of `{key}`, which can't be compared: {_why_not(ref, rest, key)}",
-            expected="a base folder with weights", next="pass --base with the weights, or remove the copy",
+            Code.SC403,
+            where=ref.key,
+            found=f"a copy of `{key}`, which can't be compared: {_why_not(ref, rest, key)}",
+            expected="a base folder with weights",
+            next="pass --base with the weights, or remove the copy",
         )
     elif rest.config.get("modules_to_save"):
         pass  # named already, with the field

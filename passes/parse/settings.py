@@ -14,10 +14,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scute_compile.diagnostics import Code, Findings
 
-INERT = frozenset({
-    "peft_type", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config", "fan_in_fan_out",
-})
+INERT = frozenset(
+    {
+        "peft_type",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "task_type",
+        "inference_mode",
+        "peft_version",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "runtime_config",
+        "fan_in_fan_out",
+    }
+)
 """Fields of every method that say where, when or by whom, or that are held against the tensors elsewhere."""
 
 
@@ -101,7 +114,10 @@ def read_settings(
             )
         elif value not in rule.allowed:
             findings.error(
-                rule.code, where=name, found=f"{name} = {_short(value)}: {rule.why}", expected="the field unset",
+                rule.code,
+                where=name,
+                found=f"{name} = {_short(value)}: {rule.why}",
+                expected="the field unset",
                 next=rule.next,
             )
     try:

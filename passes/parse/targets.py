@@ -91,7 +91,8 @@ def check_targets(
     present, known = set(tensors), tuple(linears)
     if config.get("target_modules") is None:
         findings.note(
-            Code.SC315, where="target_modules",
+            Code.SC315,
+            where="target_modules",
             found=f"no target_modules; the {len(present)} modules with tensors count",
             expected="the targets of the training run",
             next="PEFT would take its own defaults for the architecture and drop the tensors of other modules",
@@ -134,7 +135,9 @@ def _note_idle_targets(config: Mapping[str, object], modules: Sequence[str], fin
     idle = [name for name in names(config.get("target_modules")) if not any(ends_with(path, name) for path in modules)]
     if idle:
         findings.note(
-            Code.SC208, where="target_modules", found=f"{some(idle)} match no linear layer of the base",
+            Code.SC208,
+            where="target_modules",
+            found=f"{some(idle)} match no linear layer of the base",
             expected="names of the base's layers",
             next="PEFT ignores them as well, while another target matches; check that the base is the right one",
         )

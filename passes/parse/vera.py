@@ -38,8 +38,11 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
     ranks = {t["lambda_d"].shape[0] for t in checkpoint.modules.values() if "lambda_d" in t}
     if len(ranks) != 1 or (vera.r is not None and vera.r not in ranks):
         checkpoint.findings.error(
-            Code.SC310, where="r", found=f"ranks {sorted(ranks)} in the tensors, {vera.r} in the configuration",
-            expected="one rank for every module", next="restore the configuration of the training run",
+            Code.SC310,
+            where="r",
+            found=f"ranks {sorted(ranks)} in the tensors, {vera.r} in the configuration",
+            expected="one rank for every module",
+            next="restore the configuration of the training run",
         )
         return Reading(method="vera", sites=())
     pair = _pair(checkpoint, vera, ranks.pop())
@@ -57,15 +60,20 @@ def _pair(checkpoint: Checkpoint, vera: VeraSettings, rank: int) -> tuple[Expres
         return _regenerated(checkpoint, vera, rank)
     if a is None or b is None:
         checkpoint.findings.error(
-            Code.SC305, where="base_model", found="save_projection = true without `vera_A` and `vera_B`",
+            Code.SC305,
+            where="base_model",
+            found="save_projection = true without `vera_A` and `vera_B`",
             expected="both shared projections in the checkpoint",
             next="save the adapter again, or set save_projection to false if the key was projection_prng_key",
         )
         return None
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
         checkpoint.findings.error(
-            Code.SC307, where="base_model", found=f"vera_A {a.shape}, vera_B {b.shape}, vectors of rank {rank}",
-            expected=f"vera_A ({rank}, max in) and vera_B (max out, {rank})", next="save the adapter again",
+            Code.SC307,
+            where="base_model",
+            found=f"vera_A {a.shape}, vera_B {b.shape}, vectors of rank {rank}",
+            expected=f"vera_A ({rank}, max in) and vera_B (max out, {rank})",
+            next="save the adapter again",
         )
         return None
     return a, Transpose(b)
@@ -89,8 +97,14 @@ def _regenerated(checkpoint: Checkpoint, vera: VeraSettings, rank: int) -> tuple
         expected="saved projections, which need no regeneration",
     )
     projection = {
-        which: VeraProjection(which=which, seed=vera.projection_prng_key, rank=rank, max_in=max_in, max_out=max_out,
-                              rounding=checkpoint.structure.dtype)
+        which: VeraProjection(
+            which=which,
+            seed=vera.projection_prng_key,
+            rank=rank,
+            max_in=max_in,
+            max_out=max_out,
+            rounding=checkpoint.structure.dtype,
+        )
         for which in "AB"
     }
     return projection["A"], Transpose(projection["B"])

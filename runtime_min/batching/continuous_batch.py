@@ -55,8 +55,15 @@ class ContinuousBatch:
     """
 
     def __init__(
-        self, served: ServedModel, *, cache_tokens: int = 8192, requests: int = 32, step_tokens: int = 512,
-        page: int = 16, policy: Policy = FIRST_COME, ends: Sequence[int] | None = None,
+        self,
+        served: ServedModel,
+        *,
+        cache_tokens: int = 8192,
+        requests: int = 32,
+        step_tokens: int = 512,
+        page: int = 16,
+        policy: Policy = FIRST_COME,
+        ends: Sequence[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Allocate the cache.
@@ -78,14 +85,19 @@ class ContinuousBatch:
         """
         check_alone(served.ranks)
         check_batch_sizes(
-            cache_tokens=cache_tokens, requests=requests, step_tokens=step_tokens, page=page,
-            max_tokens=served.max_tokens,
+            cache_tokens=cache_tokens,
+            requests=requests,
+            step_tokens=step_tokens,
+            page=page,
+            max_num_batched_tokens=served.max_num_batched_tokens,
         )
         self._served, self._policy, self._clock, self._page = served, policy, clock, page
         size = CacheSize(tokens=cache_tokens, page=page, requests=requests, step_tokens=step_tokens)
         self._steps = TransformersBatch(served, size, _ends(served.model) if ends is None else ends)
         self._capacity = Capacity(
-            requests=requests, cache_tokens=self._whole_pages(cache_tokens), slots=served.pool.stats().slots,
+            requests=requests,
+            cache_tokens=self._whole_pages(cache_tokens),
+            max_adapters=served.pool.stats().slots,
             fits=served.pool.fits,
         )
         self._lock = Lock()
@@ -222,15 +234,21 @@ class ContinuousBatch:
         request = ticket.request
         within = request.first_token_within
         return Waiting(
-            key=ticket.key, adapter=request.adapter, prompt_tokens=len(request.prompt),
-            new_tokens=request.max_new_tokens, cache_tokens=self._cache_tokens(request), arrived=ticket.arrived,
+            key=ticket.key,
+            adapter=request.adapter,
+            prompt_tokens=len(request.prompt),
+            new_tokens=request.max_new_tokens,
+            cache_tokens=self._cache_tokens(request),
+            arrived=ticket.arrived,
             deadline=inf if within is None else ticket.arrived + within,
         )
 
     def _running(self, member: _Member) -> Running:
         ticket, request = member.ticket, member.ticket.request
         return Running(
-            key=ticket.key, adapter=request.adapter, cache_tokens=self._cache_tokens(request),
+            key=ticket.key,
+            adapter=request.adapter,
+            cache_tokens=self._cache_tokens(request),
             prompt_left=0 if ticket.tokens else len(request.prompt) - member.read,
             new_left=request.max_new_tokens - len(ticket.tokens),
         )
@@ -279,7 +297,7 @@ class ContinuousBatch:
             return
         coming = [member.ticket.request.adapter for member in self._members.values() if not member.inside]
         wanted = dict.fromkeys(name for name in (*coming, *upcoming) if name is not None)
-        ahead = tuple(wanted)[: self._capacity.slots]
+        ahead = tuple(wanted)[: self._capacity.max_adapters]
         start = self._clock()
         try:
             progress = self._steps.step(

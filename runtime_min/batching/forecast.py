@@ -32,8 +32,11 @@ class ServiceTimes:
     def __post_init__(self) -> None:
         if not (self.step > 0 and self.prompt_token >= 0):
             fail(
-                Code.SC703, where="service times", found=f"{self.step} s, and {self.prompt_token} s per token",
-                expected="more than 0 s, and at least 0 s", next="measure a few steps, and pass what they took",
+                Code.SC703,
+                where="service times",
+                found=f"{self.step} s, and {self.prompt_token} s per token",
+                expected="more than 0 s, and at least 0 s",
+                next="measure a few steps, and pass what they took",
             )
 
 
@@ -107,10 +110,10 @@ class Capacity:
 
     requests: int
     cache_tokens: int
-    slots: int
+    max_adapters: int
     """Distinct adapters."""
     fits: Callable[[frozenset[str]], bool] = _always
-    """Whether these adapters can be on the device together; asked within `slots` only."""
+    """Whether these adapters can be on the device together; asked within `max_adapters` only."""
 
     def holds(self, batch: Batch, one: Waiting) -> bool:
         """Whether one more fits."""
@@ -119,7 +122,7 @@ class Capacity:
         if one.adapter is None or one.adapter in batch.adapters:
             return True
         names = frozenset(batch.adapters) | {one.adapter}
-        return len(names) <= self.slots and self.fits(names)
+        return len(names) <= self.max_adapters and self.fits(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +136,12 @@ class Forecast:
 
 
 def forecast(
-    times: ServiceTimes, capacity: Capacity, now: float, queue: Sequence[Waiting], running: Sequence[Running], *,
+    times: ServiceTimes,
+    capacity: Capacity,
+    now: float,
+    queue: Sequence[Waiting],
+    running: Sequence[Running],
+    *,
     joined: Sequence[Waiting] = (),
 ) -> Forecast:
     """Look ahead. Whoever is late takes no place of anybody behind.

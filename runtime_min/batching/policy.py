@@ -32,8 +32,13 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not self.patience >= 0:
-            fail(Code.SC703, where="patience", found=f"{self.patience} s", expected="at least 0 s",
-                 next="pass the seconds for which a request may be overtaken; 0 for the order of arrival")
+            fail(
+                Code.SC703,
+                where="patience",
+                found=f"{self.patience} s",
+                expected="at least 0 s",
+                next="pass the seconds for which a request may be overtaken; 0 for the order of arrival",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,12 @@ class _Choice:
     """One step's admissions."""
 
     def __init__(
-        self, policy: Policy, capacity: Capacity, now: float, queue: Sequence[Waiting], running: Sequence[Running],
+        self,
+        policy: Policy,
+        capacity: Capacity,
+        now: float,
+        queue: Sequence[Waiting],
+        running: Sequence[Running],
         plan: Forecast | None,
     ) -> None:
         self._policy, self._capacity, self._now, self._running = policy, capacity, now, running

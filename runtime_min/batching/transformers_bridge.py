@@ -93,12 +93,17 @@ class TransformersBatch:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         config = ContinuousBatchingConfig(
-            page_size=size.page, num_blocks=-(-size.tokens // size.page), max_batch_tokens=size.step_tokens,
-            max_requests_per_batch=size.requests, safety_margin=0.0,
+            page_size=size.page,
+            num_blocks=-(-size.tokens // size.page),
+            max_batch_tokens=size.step_tokens,
+            max_requests_per_batch=size.requests,
+            safety_margin=0.0,
             # keys and values depend on the adapter, so requests with equal prompts may not share them
             allow_block_sharing=False,
             # the host decides between steps, and the adapters' metadata is written for each step anew
-            use_async_batching=False, use_cuda_graph=False, auto_switch_to_flash=False,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            auto_switch_to_flash=False,
         )
         engine = self._model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=self._ends),
@@ -180,15 +185,21 @@ class TransformersBatch:
         error, spread = (paged - own).abs().mean().item(), own.std().item()
         allowed = AGREEMENT * torch.finfo(self._model.dtype).eps
         if not error <= allowed * spread:
-            self._refuse("the paged cache", f"logits that differ by {error / spread:.2%} of their spread",
-                         f"at most {allowed:.2%}: what rounding explains")
+            self._refuse(
+                "the paged cache",
+                f"logits that differ by {error / spread:.2%} of their spread",
+                f"at most {allowed:.2%}: what rounding explains",
+            )
 
     def _refuse_softcap(self) -> None:
         """Paged attention leaves a softcap out without a word, unless a flash kernel computes it."""
         cap = getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None)
         if cap is not None and "flash" not in self._attention:
-            self._refuse(f"`{self._attention}` attention", f"a softcap of {cap}, which its paged form leaves out",
-                         "attention without a softcap, or a flash kernel")
+            self._refuse(
+                f"`{self._attention}` attention",
+                f"a softcap of {cap}, which its paged form leaves out",
+                "attention without a softcap, or a flash kernel",
+            )
 
     @contextmanager
     def _foreign(self) -> Iterator[None]:
@@ -196,19 +207,30 @@ class TransformersBatch:
             yield
         except (MemoryError, torch.OutOfMemoryError) as error:
             fail(
-                Code.SC703, where="cache_tokens", found=" ".join(str(error).split())[:200],
-                expected="a cache that fits beside the model", next="choose fewer cache_tokens, or step_tokens",
+                Code.SC703,
+                where="cache_tokens",
+                found=" ".join(str(error).split())[:200],
+                expected="a cache that fits beside the model",
+                next="choose fewer cache_tokens, or step_tokens",
             )
         except FOREIGN as error:
             import transformers
 
             said = " ".join(str(error).split())[:200]
-            self._refuse("continuous batching", f"transformers {transformers.__version__} says: {said}",
-                         "a decoder that its continuous batching can drive")
+            self._refuse(
+                "continuous batching",
+                f"transformers {transformers.__version__} says: {said}",
+                "a decoder that its continuous batching can drive",
+            )
 
     def _refuse(self, where: str, found: str, expected: str) -> None:
-        fail(Code.SC809, where=f"{type(self._model).__name__}, {where}", found=found, expected=expected,
-             next="pip install --upgrade transformers, or serve fixed batches with ServedModel.generate")
+        fail(
+            Code.SC809,
+            where=f"{type(self._model).__name__}, {where}",
+            found=found,
+            expected=expected,
+            next="pip install --upgrade transformers, or serve fixed batches with ServedModel.generate",
+        )
 
 
 def _longest(cache: Any) -> int:  # noqa: ANN401 - transformers' own class, unannotated

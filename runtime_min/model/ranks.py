@@ -83,9 +83,13 @@ def exchanges_of(cuts: Mapping[str, CutLayer], ranks: RankGroup) -> dict[str, Te
             found[name] = TermExchange(ranks=ranks)
         elif layer.cut.split is Split.ROW:
             if layer.cut.out_features < ranks.size:
-                fail(Code.SC501, where=name, found=f"{layer.cut.out_features} outputs",
-                     expected=f"one for each of {ranks.size} ranks at least",
-                     next="serve it in the default layout")
+                fail(
+                    Code.SC501,
+                    where=name,
+                    found=f"{layer.cut.out_features} outputs",
+                    expected=f"one for each of {ranks.size} ranks at least",
+                    next="serve it in the default layout",
+                )
             found[name] = TermExchange(ranks=ranks, part=shares(layer.cut.out_features, ranks.size)[ranks.rank])
     return found
 
@@ -107,7 +111,7 @@ def _join(layer: torch.nn.Module, cut: LayerCut, ranks: RankGroup) -> None:
 
     def together(_: torch.nn.Module, __: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
         if cut.split is Split.ROW:
-            return ranks.add_up(out, Purpose.BASE)
+            return ranks.all_reduce(out, Purpose.BASE)
         return join_outputs(ranks.gather(out, Purpose.OUTPUTS), cut)
 
     if cut.split is Split.ROW and not cut.arrives_cut:

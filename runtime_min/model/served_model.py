@@ -1,4 +1,4 @@
-"""A transformers model that serves resident adapters: one per row of the batch, added and removed between calls.
+"""A transformers model that serves resident adapter_names: one per row of the batch, added and removed between calls.
 
 The model is wrapped in place. On a GPU the layers run the kernels; on a CPU the same code runs the reference.
 """
@@ -32,10 +32,10 @@ from scute_compile.runtime_min.model.checks import (
     weight_of,
 )
 from scute_compile.runtime_min.pool.admission import check_known, check_new, check_size
-from scute_compile.runtime_min.pool.directory import SiteSlot
-from scute_compile.runtime_min.pool.equal_pages import levelled
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
+from scute_compile.runtime_min.pool.equal_pages import with_equal_pages
 from scute_compile.runtime_min.pool.fully_sharded import check_met
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage, FactorImage
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, PackedFactor
 from scute_compile.runtime_min.pool.reading import named_as_in, read_adapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.ranks.exchange import TermExchange
@@ -55,22 +55,35 @@ class ServedModel:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, slots: int, num_pages: int, dtype: torch.dtype | None = None,
-        max_tokens: int = 4096, max_rows: int = 64, max_rank: int = 0, base_structure: str | None = None,
-        convert: bool = False, fixed: bool = False, shared_pages: int = 16384, tp: int = 1, rank: int = 0,
-        exchanges: Mapping[str, TermExchange] | None = None, peers: RankGroup | None = None,
+        self,
+        model: torch.nn.Module,
+        *,
+        max_adapters: int,
+        num_pages: int,
+        dtype: torch.dtype | None = None,
+        max_num_batched_tokens: int = 4096,
+        max_num_seqs: int = 64,
+        max_lora_rank: int = 0,
+        base_structure: str | None = None,
+        convert: bool = False,
+        fixed: bool = False,
+        shared_pages: int = 16384,
+        tp: int = 1,
+        rank: int = 0,
+        exchanges: Mapping[str, TermExchange] | None = None,
+        peers: RankGroup | None = None,
     ) -> None:
         """Wrap a model and make an empty pool.
 
         Args:
             model: A transformers causal LM on one device; its layers are replaced until `remove`.
-            slots: Most adapters on the device at once, and so most in one batch.
+            max_adapters: Most adapters on the device at once, and so most in one batch.
             num_pages: The pool's pages, of 2 KiB.
             dtype: The pool's dtype; None: that of the model's layers, which kernels need. On a CPU any.
-            max_tokens: Most tokens of a step: rows times the longest prompt.
-            max_rows: Most tokens of a decode step.
-            max_rank: Ranks that the step's buffers hold from the start; they grow when a larger adapter is loaded, but
-                a graph that was captured before then is lost.
+            max_num_batched_tokens: Most tokens of a step: rows times the longest prompt.
+            max_num_seqs: Most tokens of a decode step.
+            max_lora_rank: Ranks that the step's buffers hold from the start; they grow when a larger adapter is loaded,
+                but a graph that was captured before then is lost.
             base_structure: The structure hash of the base; artifacts that were compiled for another are refused.
             convert: Whether artifacts of another dtype are rounded to the pool's.
             fixed: Whether every step is launched alike, whatever its adapters: for CUDA graphs and `torch.compile`.
@@ -91,22 +104,45 @@ class ServedModel:
         meeting = exchanges or {}
         heads = getattr(model, "get_output_embeddings", lambda: None)()
         linears = {name: layer for name, layer in linear_layers(model).items() if layer is not heads}
-        self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
+        self._factors: WeakValueDictionary[str, PackedFactor] = WeakValueDictionary()
         check_unwrapped(model)
-        check_sizes(1, max_tokens=max_tokens, max_rows=max_rows, num_pages=num_pages, slots=slots)
-        check_sizes(0, max_rank=max_rank, shared_pages=shared_pages)
+        check_sizes(
+            1,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            num_pages=num_pages,
+            max_adapters=max_adapters,
+        )
+        check_sizes(0, max_lora_rank=max_lora_rank, shared_pages=shared_pages)
         weight = weight_of(linears, dtype)
         with allocating(num_pages, shared_pages):
             self.pool = ResidentPool(
                 [site for name, layer in linears.items() for site in _sites(name, layer, meeting.get(name))],
-                num_pages=num_pages, slots=slots, dtype=weight.dtype if dtype is None else dtype, device=weight.device,
-                shared_pages=shared_pages, convert=convert, tp=tp, rank=rank,
+                num_pages=num_pages,
+                max_adapters=max_adapters,
+                dtype=weight.dtype if dtype is None else dtype,
+                device=weight.device,
+                shared_pages=shared_pages,
+                convert=convert,
+                tp=tp,
+                rank=rank,
             )
         memory = self.pool.memory
-        self._step = StepState(pages=memory.pages, page_map=memory.page_map, directory=memory.directory,
-                               shared=memory.shared, buffer=memory.page_map)
-        sizes = StepSizes(max_tokens=max(max_tokens, max_rows), max_rows=max_rows, max_rank=max_rank, slots=slots,
-                          fixed=fixed, shares=1 if exchanges is None else tp)
+        self._step = StepState(
+            pages=memory.pages,
+            page_map=memory.page_map,
+            directory=memory.directory,
+            shared=memory.shared,
+            buffer=memory.page_map,
+        )
+        sizes = StepSizes(
+            max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+            max_num_seqs=max_num_seqs,
+            max_lora_rank=max_lora_rank,
+            max_adapters=max_adapters,
+            fixed=fixed,
+            shares=1 if exchanges is None else tp,
+        )
         self._writer = StepWriter(self.pool, self._step, sizes)
         self._layers = _served(linears, self._step, meeting)
         for layer in self._layers:
@@ -131,16 +167,16 @@ class ServedModel:
         return self._tp
 
     @property
-    def max_tokens(self) -> int:
+    def max_num_batched_tokens(self) -> int:
         """Most tokens of a step."""
-        return self._writer.sizes.max_tokens
+        return self._writer.sizes.max_num_batched_tokens
 
     @property
     def layers(self) -> Mapping[str, ServedLinear]:
         """The layers that stand in the model, by path."""
         return {layer.name: layer for layer in self._layers}
 
-    def load(self, name: str, source: Artifact | Path | str) -> None:
+    def load_adapter(self, name: str, source: Artifact | Path | str) -> None:
         """Add an adapter from an artifact; it comes onto the device with the first batch that uses it.
 
         Raises:
@@ -148,27 +184,27 @@ class ServedModel:
                 SC805 (larger than the pool), SC806 (the name is taken), SC815 (another rank refused it), and an
                 artifact's own faults (SC6xx). The adapters that are loaded serve on.
         """
-        image = self._read_together(name, source, lambda: check_new(name, self.pool.images))
-        self.pool.add(name, image)
-        self._loaded[name] = LoadedFacts.of(image)
+        packed = self._read_together(name, source, lambda: check_new(name, self.pool.packed_adapters))
+        self.pool.add(name, packed)
+        self._loaded[name] = LoadedFacts.of(packed)
 
-    def replace(self, name: str, source: Artifact | Path | str) -> None:
+    def replace_adapter(self, name: str, source: Artifact | Path | str) -> None:
         """Put another artifact in an adapter's place. Raises SC802, and as `load`; the old one then serves on."""
-        image = self._read_together(name, source, lambda: check_known([name], self._loaded))
-        self.pool.replace(name, image)
-        self._loaded[name] = LoadedFacts.of(image)
+        packed = self._read_together(name, source, lambda: check_known([name], self._loaded))
+        self.pool.replace(name, packed)
+        self._loaded[name] = LoadedFacts.of(packed)
 
-    def unload(self, name: str) -> None:
+    def delete_adapter(self, name: str) -> None:
         """Remove an adapter, on the device and in host memory. Raises SC802 when it isn't loaded."""
         self.pool.remove(name)
         del self._loaded[name]
 
-    def forward(self, input_ids: torch.Tensor | None = None, *, adapters: Rows, **options: Any) -> Any:  # noqa: ANN401 - transformers' own
+    def forward(self, input_ids: torch.Tensor | None = None, *, adapter_names: Rows, **options: Any) -> Any:  # noqa: ANN401 - transformers' own
         """Run the model once with one adapter id, or None, per row of the batch.
 
         Args:
             input_ids: `(batch, tokens)`; or pass `inputs_embeds`.
-            adapters: One per row.
+            adapter_names: One per row.
             options: What the model's own forward takes.
 
         Raises:
@@ -176,20 +212,20 @@ class ServedModel:
                 one that the model doesn't have, a step inside another, or after `remove`).
         """
         shape = shape_of(input_ids, options.get("inputs_embeds"))
-        check_rows(adapters, shape[0])
+        check_rows(adapter_names, shape[0])
         check_tokens(input_ids, self.model)
-        with torch.no_grad(), self._leased(adapters):
-            self._prepare(adapters, shape)
+        with torch.no_grad(), self._leased(adapter_names):
+            self._prepare(adapter_names, shape)
             return self._call(input_ids=input_ids, **options)
 
     __call__ = forward
 
-    def generate(self, input_ids: torch.Tensor, *, adapters: Rows, **options: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' own
+    def generate(self, input_ids: torch.Tensor, *, adapter_names: Rows, **options: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' own
         """Run transformers' own `generate` on one batch, each row with its adapter.
 
         Args:
             input_ids: `(batch, tokens)`; pad on the left, and pass `attention_mask`.
-            adapters: One per row; beams and samples of a row follow it.
+            adapter_names: One per row; beams and samples of a row follow it.
             options: What `generate` takes; on several ranks no `max_time`, and for samples one seed on all of them.
 
         Raises:
@@ -201,13 +237,13 @@ class ServedModel:
         @wraps(inside)
         def prepare(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - transformers' own method, unannotated
             inputs = inside(*args, **kwargs)
-            self._prepare(adapters, shape_of(inputs.get("input_ids"), inputs.get("inputs_embeds")))
+            self._prepare(adapter_names, shape_of(inputs.get("input_ids"), inputs.get("inputs_embeds")))
             return inputs
 
-        check_rows(adapters, shape_of(input_ids, None)[0])
+        check_rows(adapter_names, shape_of(input_ids, None)[0])
         check_tokens(input_ids, self.model)
-        check_options(adapters, options, ranks=self._tp)
-        with torch.no_grad(), self._leased(adapters):
+        check_options(adapter_names, options, ranks=self._tp)
+        with torch.no_grad(), self._leased(adapter_names):
             model.prepare_inputs_for_generation = prepare
             try:
                 out: torch.Tensor = model.generate(input_ids, **options)
@@ -216,19 +252,19 @@ class ServedModel:
         return out
 
     @contextmanager
-    def step(self, adapters: Rows, tokens: Sequence[int]) -> Iterator[None]:
+    def step(self, adapter_names: Rows, tokens: Sequence[int]) -> Iterator[None]:
         """Set the adapters for calls of the model inside the block, for callers with a loop of their own.
 
         Args:
-            adapters: One per sequence.
+            adapter_names: One per sequence.
             tokens: How many tokens of the flattened batch belong to each sequence, in order.
 
         Raises:
             ScuteError: As `forward`.
         """
-        check_step(adapters, tokens)
-        with self._leased(adapters):
-            spread = [name for name, count in zip(adapters, tokens, strict=True) for _ in range(count)]
+        check_step(adapter_names, tokens)
+        with self._leased(adapter_names):
+            spread = [name for name, count in zip(adapter_names, tokens, strict=True) for _ in range(count)]
             self._writer.write(spread)
             yield
 
@@ -253,10 +289,10 @@ class ServedModel:
         self.remove()
 
     @contextmanager
-    def _leased(self, adapters: Rows) -> Iterator[None]:
+    def _leased(self, adapter_names: Rows) -> Iterator[None]:
         """Hold the batch's adapters on the device, and let the layers that they touch call the op."""
         check_turn(removed=self._removed, running=self._running)
-        names = tuple(dict.fromkeys(name for name in adapters if name is not None))
+        names = tuple(dict.fromkeys(name for name in adapter_names if name is not None))
         fixed = self._writer.sizes.fixed
         with self._turn(), ExitStack() as stack:
             if not names and not fixed:
@@ -282,29 +318,29 @@ class ServedModel:
             layer.active = not sites.isdisjoint(layer.sites)
             layer.exchanges = not terms.isdisjoint(layer.sites)
 
-    def _prepare(self, adapters: Rows, shape: tuple[int, int]) -> None:
+    def _prepare(self, adapter_names: Rows, shape: tuple[int, int]) -> None:
         """Write the step of one call; the rows of a call may be several per adapter id, side by side, as beams are."""
         rows, length = shape
-        each = rows // len(adapters) * length
-        self._writer.write([name for name in adapters for _ in range(each)])
+        each = rows // len(adapter_names) * length
+        self._writer.write([name for name in adapter_names for _ in range(each)])
 
-    def _read_together(self, name: str, source: Artifact | Path | str, check: Callable[[], None]) -> AdapterImage:
+    def _read_together(self, name: str, source: Artifact | Path | str, check: Callable[[], None]) -> PackedAdapter:
         """Read an adapter on all ranks or on none, with as much room on each, and make the step's buffers fit it."""
         device = self.pool.memory.pages.device
         together = partial(self._peers.together, name, device) if self._peers else nullcontext
         with together():
             check_turn(removed=self._removed, running=False)
             check()
-            image = self._read(name, source)
+            packed = self._read(name, source)
         if self._peers:
-            self._peers.check_same(name, image.digest, device)
+            self._peers.check_same(name, packed.digest, device)
         with together():  # once all have read it: ranks exchange sizes, and one may have no memory for them
-            image = levelled(image, self._peers, device, self._factors) if self._peers else image
-            check_size(image, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))
-            self._writer.fit((self._loaded | {name: LoadedFacts.of(image)}).values())
-        return image
+            packed = with_equal_pages(packed, self._peers, device, self._factors) if self._peers else packed
+            check_size(packed, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))
+            self._writer.fit((self._loaded | {name: LoadedFacts.of(packed)}).values())
+        return packed
 
-    def _read(self, name: str, source: Artifact | Path | str) -> AdapterImage:
+    def _read(self, name: str, source: Artifact | Path | str) -> PackedAdapter:
         check_source(name, source)
         artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
         manifest = artifact.manifest
@@ -314,8 +350,16 @@ class ServedModel:
             met = {sites[layer.site].name: layer.exchange for layer in self._layers}
             check_met(name, manifest, self._rank, met)
         return read_adapter(
-            artifact, sites, self.pool.dtype, name=name, factors=self._factors,
-            tp=self._tp, rank=self._rank, sharding=self._sharding, convert=self._convert, pin=self.pool.memory.pin,
+            artifact,
+            sites,
+            self.pool.dtype,
+            name=name,
+            factors=self._factors,
+            tp=self._tp,
+            rank=self._rank,
+            sharding=self._sharding,
+            convert=self._convert,
+            pin=self.pool.memory.pin,
         )
 
 
@@ -335,14 +379,17 @@ def _put(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
     setattr(model.get_submodule(parent), last, layer)
 
 
-def _sites(name: str, layer: torch.nn.Module, exchange: TermExchange | None) -> list[SiteSlot]:
+def _sites(name: str, layer: torch.nn.Module, exchange: TermExchange | None) -> list[DirectoryEntry]:
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)  # noqa: S101 - narrows the type of a module's attribute
     first, second = weight.shape
     inputs, outputs = (second, first) if isinstance(layer, torch.nn.Linear) else (first, second)
     return [
-        SiteSlot(
-            name=name, in_features=inputs, out_features=outputs if part is None else part[1] - part[0], gemm=name,
+        DirectoryEntry(
+            name=name,
+            in_features=inputs,
+            out_features=outputs if part is None else part[1] - part[0],
+            gemm=name,
             part=part,
         )
         for part in (exchange.parts(outputs) if exchange else (None,))

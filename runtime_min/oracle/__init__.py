@@ -1,1 +1,1 @@
-"""What checks the runtime: simulated ranks, PEFT as the oracle, and verification. Shares no code with pool, step or model."""
+"""What checks the runtime: simulated ranks, PEFT, verification. Shares no code with pool, step or model."""

@@ -22,7 +22,7 @@ class AdaptedModel:
     """Adapts the linear layers of a model in place, row by row of the batch.
 
     The model's own layers run first and are left as they are for rows without an adapter, bit for bit; the other rows
-    are computed anew from the layer's weight, with all of a site's slots and one rounding. An artifact for several
+    are computed anew from the layer's weight, with all of a site's tensors and one rounding. An artifact for several
     ranks is executed by simulated ranks, each with its own file.
 
     Args:
@@ -57,29 +57,29 @@ class AdaptedModel:
         """The adapter of each batch row in the current call."""
         return self._rows
 
-    def forward(self, *args: object, adapter_ids: Sequence[str | None], **kwargs: object) -> object:
+    def forward(self, *args: object, adapter_names: Sequence[str | None], **kwargs: object) -> object:
         """Run the model with one adapter id, or None for the base alone, per row of the batch."""
-        with self.using(adapter_ids):
+        with self.using(adapter_names):
             return self.model(*args, **kwargs)
 
     __call__ = forward
 
     @contextmanager
-    def using(self, adapter_ids: Sequence[str | None]) -> Iterator[None]:
+    def using(self, adapter_names: Sequence[str | None]) -> Iterator[None]:
         """Set the adapters of the batch rows for every call of the model inside the block.
 
         Raises:
             ScuteError: SC703 for an id that no adapter has.
         """
-        if unknown := next((one for one in adapter_ids if one is not None and one not in self._ids), None):
+        if unknown := next((one for one in adapter_names if one is not None and one not in self._ids), None):
             fail(
                 Code.SC703,
-                where="adapter_ids",
+                where="adapter_names",
                 found=f"the adapter id `{unknown}`",
                 expected="one of " + ", ".join(f"`{one}`" for one in self._ids) + ", or None for the base",
                 next="load the adapter when the model is made",
             )
-        before, self._rows = self._rows, tuple(adapter_ids)
+        before, self._rows = self._rows, tuple(adapter_names)
         try:
             yield
         finally:
@@ -131,7 +131,7 @@ def _rows_of(adapters: tuple[str | None, ...], rows: int) -> tuple[str | None, .
     if not adapters or rows % len(adapters):
         fail(
             Code.SC703,
-            where="adapter_ids",
+            where="adapter_names",
             found=f"{len(adapters)} adapter ids for {rows} rows",
             expected="one id per row of the batch",
             next="pass None for rows that the base serves alone",

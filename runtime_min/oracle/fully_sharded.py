@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from scute_compile.ir.expressions import Interval, Ranges
-from scute_compile.runtime_min.reference import TermSlots, expand, shrink, wide
+from scute_compile.runtime_min.reference import TermTensors, expand, shrink, wide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardedTerm:
+class FullyShardedTerm:
     """One rank's part of a term. Exactly one of `rows` and `columns` is there."""
 
-    slots: TermSlots
+    tensors: TermTensors
     """Column site: A `(rows, K)`, d `(rows,)`, B `(R, N)`, e `(N,)`. Row site: A `(R, K)`, d `(R,)`, B `(R, columns)`,
     e `(columns,)`. K and N are what the rank holds of the site."""
     rank: int
@@ -38,7 +38,7 @@ class ShardedTerm:
         return self.rows is not None
 
 
-def shrink_part(x_TK: torch.Tensor, term: ShardedTerm) -> torch.Tensor:
+def shrink_part(x_TK: torch.Tensor, term: FullyShardedTerm) -> torch.Tensor:
     """Return this rank's part of the intermediate.
 
     **Semantics**: column site, `(x @ a.T) * d`, `(..., rows)`; row site, `x @ a.T`, `(..., R)`, to be added over ranks.
@@ -47,10 +47,10 @@ def shrink_part(x_TK: torch.Tensor, term: ShardedTerm) -> torch.Tensor:
         x_TK: What the rank holds of the layer's input.
         term: The rank's part of the term.
     """
-    return shrink(x_TK, term.slots.a, term.slots.d if term.gathered else None)
+    return shrink(x_TK, term.tensors.a, term.tensors.d if term.gathered else None)
 
 
-def add_part(y_TN: torch.Tensor, h_TR: torch.Tensor, term: ShardedTerm) -> torch.Tensor:
+def add_part(y_TN: torch.Tensor, h_TR: torch.Tensor, term: FullyShardedTerm) -> torch.Tensor:
     """Return `y` plus what this rank adds of the term; in the wide dtype.
 
     **Semantics**: column site, `y + (h @ b) * e`; row site, `y[:, columns] += ((h * d) @ b) * e`.
@@ -61,12 +61,12 @@ def add_part(y_TN: torch.Tensor, h_TR: torch.Tensor, term: ShardedTerm) -> torch
         term: The rank's part of the term.
     """
     dtype = wide(y_TN, h_TR)
-    y, h, slots = y_TN.to(dtype), h_TR.to(dtype), term.slots
+    y, h, tensors = y_TN.to(dtype), h_TR.to(dtype), term.tensors
     if term.columns is None:
-        return y + expand(h, slots.b, slots.e)
-    if slots.d is not None:
-        h = h * slots.d.to(dtype)
+        return y + expand(h, tensors.b, tensors.e)
+    if tensors.d is not None:
+        h = h * tensors.d.to(dtype)
     start, stop = term.columns
     out = y.clone()
-    out[..., start:stop] += expand(h, slots.b, slots.e)
+    out[..., start:stop] += expand(h, tensors.b, tensors.e)
     return out

@@ -1,4 +1,4 @@
-"""Tensor parallelism, simulated: every rank multiplies its own shard of the base with its own file's slots.
+"""Tensor parallelism, simulated: every rank multiplies its own shard of the base with its own file's tensors.
 
 The ranks' files are never joined. Column-parallel: each rank's outputs are put at their place. Row-parallel: partial
 sums stay wide, are added, and only one rank adds the base's bias and the shift. With one rank it is the plain layer.
@@ -25,7 +25,7 @@ def run_site(
         x_TK: The layer's input `(..., in)`.
         weight_NK: The base's whole weight `(out, in)`; each rank takes its shard.
         bias_N: The base's bias, or None.
-        site: The layer's slots on all ranks.
+        site: The layer's tensors on all ranks.
 
     Returns:
         `(..., out)` in the dtype of `x`, rounded once.
@@ -54,9 +54,7 @@ def exchange(x_TK: torch.Tensor, ranks: Sequence[RankSite]) -> tuple[torch.Tenso
     """Return the whole intermediate of every fully sharded term, as the ranks have it after they exchanged theirs."""
     whole = []
     for parts in zip(*(rank.sharded for rank in ranks), strict=True):
-        held = [
-            shrink_part(take(x_TK, -1, rank.inputs), part) for rank, part in zip(ranks, parts, strict=True)
-        ]
+        held = [shrink_part(take(x_TK, -1, rank.inputs), part) for rank, part in zip(ranks, parts, strict=True)]
         whole.append(torch.cat(held, -1) if parts[0].gathered else torch.stack(held).sum(0))
     return tuple(whole)
 
@@ -75,11 +73,11 @@ def _run_rank(
     y = x @ weight.T
     if bias_N is not None and rank.adds_bias:
         y = y + take(bias_N, 0, rank.outputs).to(dtype)
-    slots = rank.slots
+    tensors = rank.tensors
     delta_y = None
-    if slots.rotation is not None and slots.delta is not None:
-        delta_y = rotate(x, slots.delta, slots.rotation) @ weight.T
-    out = apply_site(y, x, delta_y, slots, out_dtype=dtype)
+    if tensors.rotation is not None and tensors.delta is not None:
+        delta_y = rotate(x, tensors.delta, tensors.rotation) @ weight.T
+    out = apply_site(y, x, delta_y, tensors, out_dtype=dtype)
     for h, term in zip(hs, rank.sharded, strict=True):
         out = add_part(out, h, term)
     return out

@@ -15,8 +15,8 @@ from scute_compile.formats.layout import tensor_name, term_columns, term_rows
 from scute_compile.formats.manifest import SharedWindow, SiteRecord, TermRecord
 from scute_compile.ir.expressions import Ranges
 from scute_compile.ir.linear import Split
-from scute_compile.runtime_min.oracle.fully_sharded import ShardedTerm
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots, take
+from scute_compile.runtime_min.oracle.fully_sharded import FullyShardedTerm
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors, take
 
 Factors = MutableMapping[str, torch.Tensor]
 """Shared factors by hash, for all artifacts of a process."""
@@ -26,14 +26,14 @@ Factors = MutableMapping[str, torch.Tensor]
 class RankSite:
     """What one rank holds of a site, and what of the base's weight it multiplies."""
 
-    slots: SiteSlots
+    tensors: SiteTensors
     """From this rank's own file; `b` is None on ranks that don't add it."""
     inputs: Ranges
     outputs: Ranges
     adds_bias: bool
     """Whether this rank adds the base's bias."""
-    sharded: tuple[ShardedTerm, ...] = ()
-    """The low-rank terms when they are fully sharded; `slots` has none then."""
+    sharded: tuple[FullyShardedTerm, ...] = ()
+    """The low-rank terms when they are fully sharded; `tensors` has none then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +90,7 @@ def _rank_site(
     terms = _terms(record, rank, tensors, factors)
     sharded = any(term.rows is not None or term.columns is not None for term in record.terms)
     return RankSite(
-        slots=SiteSlots(
+        tensors=SiteTensors(
             rotation=record.rotation.kind if record.rotation else None,
             delta=tensors.get(tensor_name(record.name, "dR")),
             ds=tensors.get(tensor_name(record.name, "ds")),
@@ -104,9 +104,9 @@ def _rank_site(
     )
 
 
-def _sharded(rank: int, slots: TermSlots, term: TermRecord) -> ShardedTerm:
-    return ShardedTerm(
-        slots=slots,
+def _sharded(rank: int, tensors: TermTensors, term: TermRecord) -> FullyShardedTerm:
+    return FullyShardedTerm(
+        tensors=tensors,
         rank=term.rank,
         rows=None if term.rows is None else term.rows[rank],
         shares=term.rows or (),
@@ -116,7 +116,7 @@ def _sharded(rank: int, slots: TermSlots, term: TermRecord) -> ShardedTerm:
 
 def _terms(
     record: SiteRecord, rank: int, tensors: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]
-) -> list[TermSlots]:
+) -> list[TermTensors]:
     def factor(slot: str, window: SharedWindow | None, rows: Ranges, ranges: Ranges) -> torch.Tensor:
         if window is None:
             return tensors[tensor_name(record.name, slot, number)]
@@ -125,7 +125,7 @@ def _terms(
     terms = []
     for number, term in enumerate(record.terms):
         terms.append(
-            TermSlots(
+            TermTensors(
                 a=factor("A", term.a, term_rows(term, rank), record.inputs[rank]),
                 b=factor("B", term.b, ((0, term.rank),), term_columns(record, term, rank)),
                 d=tensors.get(tensor_name(record.name, "d", number)),

@@ -82,7 +82,7 @@ def verify(
         return measured(comparable=False, reason=_not_comparable(source, reason))
     base_logprobs = _logprobs(model, ids)
     with AdaptedModel(model, {opened.manifest.name: opened}) as adapted:
-        ours = _logprobs(adapted, ids, adapter_ids=[opened.manifest.name] * len(ids))
+        ours = _logprobs(adapted, ids, adapter_names=[opened.manifest.name] * len(ids))
     try:
         wrapped = wrap(model, source, located, _stored_dtype(Path(base), base_dtype))  # last: it changes the model
     except ScuteError as refusal:

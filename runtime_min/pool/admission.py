@@ -11,7 +11,7 @@ import torch
 from scute_compile.diagnostics import Code, Findings, fail
 from scute_compile.runtime_min.pool.directory import PAGE_BYTES
 from scute_compile.runtime_min.pool.leases import Resident
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.pages import PageCounts
 
 
@@ -35,13 +35,15 @@ class Room:
         return f"{self.slots} slots, {own} bytes, {shared} bytes of shared factors, {self.pairs} shared pairs"
 
 
-def check_pool(*, num_pages: int, slots: int, shared_pages: int, tp: int, rank: int) -> None:
+def check_pool(*, num_pages: int, max_adapters: int, shared_pages: int, tp: int, rank: int) -> None:
     """Refuse a pool of no size, and a rank that there isn't (SC703)."""
-    if num_pages < 1 or slots < 1 or shared_pages < 0 or not 0 <= rank < tp:
+    if num_pages < 1 or max_adapters < 1 or shared_pages < 0 or not 0 <= rank < tp:
         fail(
-            Code.SC703, where="a pool",
-            found=f"{num_pages} pages, {slots} slots, {shared_pages} pages of shared factors, rank {rank} of {tp}",
-            expected="at least 1 page and 1 slot, and ranks from 0 to below tp", next="choose other sizes",
+            Code.SC703,
+            where="a pool",
+            found=f"{num_pages} pages, {max_adapters} adapters, {shared_pages} shared pages, rank {rank} of {tp}",
+            expected="at least 1 page and 1 slot, and ranks from 0 to below tp",
+            next="choose other sizes",
         )
 
 
@@ -73,11 +75,16 @@ def check_resident(name: str, resident: Container[str]) -> None:
         )
 
 
-def check_new(name: str, known: Mapping[str, AdapterImage]) -> None:
+def check_new(name: str, known: Mapping[str, PackedAdapter]) -> None:
     """Refuse a second adapter of one name (SC806), and what is no name: None stands for the base (SC703)."""
     if not isinstance(name, str) or not name:
-        fail(Code.SC703, where="an adapter's name", found=f"{name!r:.40}", expected="a text of at least one character",
-             next="load the adapter under a name")
+        fail(
+            Code.SC703,
+            where="an adapter's name",
+            found=f"{name!r:.40}",
+            expected="a text of at least one character",
+            next="load the adapter under a name",
+        )
     if name in known:
         fail(
             Code.SC806,
@@ -88,58 +95,58 @@ def check_new(name: str, known: Mapping[str, AdapterImage]) -> None:
         )
 
 
-def check_layout(image: AdapterImage, *, sites: int, dtype: torch.dtype) -> None:
-    """Refuse an image that was laid out for another pool (SC801), or that has several shared pairs (SC803)."""
-    if image.dtype is not dtype or len(image.records) != sites:
+def check_layout(packed: PackedAdapter, *, sites: int, dtype: torch.dtype) -> None:
+    """Refuse an packed that was laid out for another pool (SC801), or that has several shared pairs (SC803)."""
+    if packed.dtype is not dtype or len(packed.records) != sites:
         fail(
             Code.SC801,
-            where=image.name,
-            found=f"an image in {image.dtype} for {len(image.records)} layers",
+            where=packed.name,
+            found=f"an packed in {packed.dtype} for {len(packed.records)} layers",
             expected=f"one in {dtype} for {sites} layers",
             next="lay it out for this pool",
         )
-    pairs = {pair.shared for pair in image.pairs}
+    pairs = {pair.shared for pair in packed.pairs}
     if len(pairs) > 1:
         fail(
             Code.SC803,
-            where=image.name,
+            where=packed.name,
             found=f"{len(pairs)} different pairs of shared factors",
             expected="one pair for all sites of an adapter",
             next="train the adapter with one pair, or serve it on another engine",
         )
 
 
-def check_size(image: AdapterImage, *, pages: int, shared: int) -> None:
+def check_size(packed: PackedAdapter, *, pages: int, shared: int) -> None:
     """Refuse an adapter that needs more than all `pages`, or its factors more than all `shared` pages (SC805)."""
-    factors = sum(factor.pages for factor in image.factors)
+    factors = sum(factor.pages for factor in packed.factors)
     for needed, there, what, option in (
-        (image.pages, pages, "", "num_pages"),
+        (packed.pages, pages, "", "num_pages"),
         (factors, shared, " for shared factors", "shared_pages"),
     ):
         if needed > there:
             fail(
                 Code.SC805,
-                where=image.name,
+                where=packed.name,
                 found=f"{needed * PAGE_BYTES} bytes needed{what}",
                 expected=f"at most {there * PAGE_BYTES} bytes, all that the pool has{what}",
                 next=f"make the pool with {option} of at least {needed}",
             )
 
 
-def check_batch(batch: Mapping[str, AdapterImage], held: Sequence[AdapterImage], room: Room) -> None:
+def check_batch(batch: Mapping[str, PackedAdapter], held: Sequence[PackedAdapter], room: Room) -> None:
     """Refuse adapters that don't fit at once beside those that are held (SC804; SC805 for one that stands alone)."""
-    names, images = list(batch), [*batch.values(), *held]
-    factors = {factor.key: factor.pages for image in images for factor in image.factors}
+    names, packed_adapters = list(batch), [*batch.values(), *held]
+    factors = {factor.key: factor.pages for packed in packed_adapters for factor in packed.factors}
     needed = Room(
-        slots=len(images),
-        pages=sum(image.pages for image in images),
+        slots=len(packed_adapters),
+        pages=sum(packed.pages for packed in packed_adapters),
         shared=sum(factors.values()),
-        pairs=len({pair.shared for image in images for pair in image.pairs}),
+        pairs=len({pair.shared for packed in packed_adapters for pair in packed.pairs}),
     )
     if needed.fits(room):
         return
     fail(
-        Code.SC804 if len(images) > 1 else Code.SC805,
+        Code.SC804 if len(packed_adapters) > 1 else Code.SC805,
         where=", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
         found=f"{len(names)} adapters, and {len(held)} others that are held: {needed}",
         expected=f"at most {room}, what is lent not counted",
@@ -147,11 +154,11 @@ def check_batch(batch: Mapping[str, AdapterImage], held: Sequence[AdapterImage],
     )
 
 
-def refuse_room(image: AdapterImage, *, needed: int, free: int) -> NoReturn:
+def refuse_room(packed: PackedAdapter, *, needed: int, free: int) -> NoReturn:
     """Refuse an adapter that finds no room beside those that are held (SC804)."""
     fail(
         Code.SC804,
-        where=image.name,
+        where=packed.name,
         found=f"{needed * PAGE_BYTES} bytes and a slot needed, {free * PAGE_BYTES} bytes free",
         expected="room for one more adapter beside those that are held",
         next="release a step, unpin adapters, or make the pool larger",

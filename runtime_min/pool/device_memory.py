@@ -17,7 +17,7 @@ from scute_compile.runtime_min.pool.directory import PAGE_BYTES, absent_records
 from scute_compile.runtime_min.pool.staging import SMALL_PAGES, Gathered
 
 STAGING_PAGES = 131072
-"""An image larger than this (256 MiB) comes in by several copies, so that staging never doubles the pool."""
+"""An packed larger than this (256 MiB) comes in by several copies, so that staging never doubles the pool."""
 
 
 class DeviceMemory:
@@ -26,20 +26,22 @@ class DeviceMemory:
     pages: torch.Tensor
     """`(num_pages, values per page)`."""
     page_map: torch.Tensor
-    """int32: the physical page of each logical page of every resident image."""
+    """int32: the physical page of each logical page of every resident packed."""
     directory: torch.Tensor
     """int32 `(slots, sites, 16)`; `scute_compile.runtime_min.pool.directory.Field` names the fields."""
 
     shared: torch.Tensor
     """`(shared_pages, values per page)`: shared factors, each in one piece: rows load without a look-up."""
 
-    def __init__(self, pages: torch.Tensor, *, slots: int, sites: int, map_entries: int, shared_pages: int) -> None:
+    def __init__(
+        self, pages: torch.Tensor, *, max_adapters: int, sites: int, map_entries: int, shared_pages: int
+    ) -> None:
         device = pages.device
         self.shared = torch.zeros(shared_pages, pages.shape[1], dtype=pages.dtype, device=device)
         self.pages = pages
         self.page_map = torch.zeros(map_entries, dtype=torch.int32, device=device)
         self._absent = absent_records(sites)
-        self.directory = self._absent.to(device).repeat(slots, 1, 1)
+        self.directory = self._absent.to(device).repeat(max_adapters, 1, 1)
         self._stream = _stream(device) if device.type == "cuda" else None
         self._written: torch.cuda.Event | None = None
         self._gathered: Gathered | None = None
@@ -58,12 +60,12 @@ class DeviceMemory:
 
     @contextmanager
     def together(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let small images that come in within a `with` block share one scatter, and one write to each table.
+        """Let small packed_adapters that come in within a `with` block share one scatter, and one write to each table.
 
         Where there is no memory for that beside the pool, they come in one by one.
 
         Args:
-            buffers: The images that may come in, of any size.
+            buffers: The packed_adapters that may come in, of any size.
         """
         small = [len(buffer) for buffer in buffers if len(buffer) <= SMALL_PAGES * PAGE_BYTES]
         if len(small) > 1:
@@ -79,7 +81,7 @@ class DeviceMemory:
                 self._gathered = None
 
     def stage(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Start the long copy of an image, or of its first 256 MiB, before anything is decided about its pages.
+        """Start the long copy of an packed, or of its first 256 MiB, before anything is decided about its pages.
 
         A small one that comes in with others gets its place alone.
 
@@ -105,12 +107,12 @@ class DeviceMemory:
     def write_image(
         self, buffer: torch.Tensor, pages: torch.Tensor, start: int, *, staged: torch.Tensor | None = None
     ) -> None:
-        """Bring an image in: one contiguous copy into staging memory, and one scatter to its pages.
+        """Bring an packed in: one contiguous copy into staging memory, and one scatter to its pages.
 
         A small one that comes in with others is only noted: the end of `together` copies and scatters all of them.
 
         Args:
-            buffer: The image's bytes on the host, whole pages.
+            buffer: The packed's bytes on the host, whole pages.
             pages: Its physical pages, int32 on the host; they go to `page_map` from `start` on.
             start: First entry in `page_map`.
             staged: What `stage` returned for it.
@@ -133,13 +135,13 @@ class DeviceMemory:
                 target.index_copy_(0, entries.long(), part.view(torch.int64).view(last - first, -1))
 
     def write_shared(self, buffer: torch.Tensor, start: int) -> None:
-        """Copy a shared factor's image, whole pages, to page `start` of `shared`."""
+        """Copy a shared factor's packed, whole pages, to page `start` of `shared`."""
         with self._writing():
             pages = self.shared.view(torch.uint8)[start : start + len(buffer) // PAGE_BYTES]
             pages.view(-1).copy_(buffer, non_blocking=True)
 
     def write_map(self, pages: Sequence[torch.Tensor]) -> None:
-        """Replace the page map's beginning by the pages of all images in turn; nothing may be held back."""
+        """Replace the page map's beginning by the pages of all packed_adapters in turn; nothing may be held back."""
         if pages:
             entries = self._pinned(torch.cat(list(pages)))
             with self._writing():

@@ -24,16 +24,16 @@ class Field(IntEnum):
     RANK = 0
     """0: no low-rank term."""
     A_PAGES = 1
-    """Where the pages of A's image start in `page_map`; -1 for a shared factor."""
+    """Where the pages of A's packed start in `page_map`; -1 for a shared factor."""
     A_OFFSET = 2
-    """In the image; in the memory of shared factors where `PAIR` is not -1."""
+    """In the packed; in the memory of shared factors where `PAIR` is not -1."""
     A_STRIDE = 3
     """Granules per row."""
     B_PAGES = 4
     B_OFFSET = 5
     B_STRIDE = 6
     OWN_PAGES = 7
-    """Where the pages of the adapter's own image start in `page_map`."""
+    """Where the pages of the adapter's own packed start in `page_map`."""
     DS_OFFSET = 8
     SHIFT_OFFSET = 9
     """Of float32 values, whatever the pool's dtype."""
@@ -49,7 +49,7 @@ class Field(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteSlot:
+class DirectoryEntry:
     """One linear layer that adapters may touch, as one rank holds it; its place in the sequence is its index."""
 
     name: str
@@ -64,7 +64,7 @@ class SiteSlot:
     def key(self) -> str:
         """What tells it from all others.
 
-        >>> SiteSlot(name="o_proj", in_features=4, out_features=2, gemm="o_proj", part=(2, 4)).key
+        >>> DirectoryEntry(name="o_proj", in_features=4, out_features=2, gemm="o_proj", part=(2, 4)).key
         'o_proj[2:4]'
         """
         return self.name if self.part is None else f"{self.name}[{self.part[0]}:{self.part[1]}]"

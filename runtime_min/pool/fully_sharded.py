@@ -13,10 +13,10 @@ import torch
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.manifest import Manifest, SiteRecord, TermRecord
-from scute_compile.runtime_min.pool.directory import SiteSlot
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.packed_adapter import SiteContent
 from scute_compile.runtime_min.ranks.exchange import TermExchange, row_order, share_order, take_rows
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def _division(divided: bool, part: tuple[int, int] | None) -> str:
     return "divided by rank" if divided else "whole on every rank"
 
 
-def own_term(a: torch.Tensor, b: torch.Tensor, term: TermRecord, rank: int) -> TermSlots:
+def own_term(a: torch.Tensor, b: torch.Tensor, term: TermRecord, rank: int) -> TermTensors:
     """Return an adapter's own factors as the pool holds them; unchanged where the term's rank isn't divided.
 
     Args:
@@ -86,10 +86,10 @@ def own_term(a: torch.Tensor, b: torch.Tensor, term: TermRecord, rank: int) -> T
         rank: Whose part `a` is.
     """
     if term.rows is None:
-        return TermSlots(a=a, b=b)
+        return TermTensors(a=a, b=b)
     order = share_order(term.rows, rank)
     padded = torch.nn.functional.pad(a, (0, 0, 0, len(order) - len(a)))
-    return TermSlots(a=padded, b=take_rows(b, row_order(term.rows)))
+    return TermTensors(a=padded, b=take_rows(b, row_order(term.rows)))
 
 
 def shared_rows(term: TermRecord, rank: int) -> PairRows | None:
@@ -111,7 +111,9 @@ def shared_rows(term: TermRecord, rank: int) -> PairRows | None:
     return PairRows(a=every, b=every)
 
 
-def in_parts(record: SiteRecord, rank: int, content: SiteContent, parts: Sequence[SiteSlot]) -> dict[str, SiteContent]:
+def in_parts(
+    record: SiteRecord, rank: int, content: SiteContent, parts: Sequence[DirectoryEntry]
+) -> dict[str, SiteContent]:
     """Return a row-parallel layer's tensors by the parts that the pool sees: vectors cut, terms at the rank's own.
 
     Raises:
@@ -127,18 +129,18 @@ def in_parts(record: SiteRecord, rank: int, content: SiteContent, parts: Sequenc
             next="load the model that the artifact was compiled for, or compile the adapter again",
         )
     found: dict[str, SiteContent] = {}
-    slots = content.slots
+    tensors = content.tensors
     for slot in parts:
         start, stop = slot.part or (0, slot.out_features)
         mine = slot.part == own
-        vectors = SiteSlots(
-            rotation=slots.rotation,
-            delta=slots.delta,
-            ds=None if slots.ds is None else slots.ds[start:stop],
-            b=None if slots.b is None else slots.b[start:stop],
-            terms=slots.terms if mine else (),
+        vectors = SiteTensors(
+            rotation=tensors.rotation,
+            delta=tensors.delta,
+            ds=None if tensors.ds is None else tensors.ds[start:stop],
+            b=None if tensors.b is None else tensors.b[start:stop],
+            terms=tensors.terms if mine else (),
         )
         found[slot.key] = replace(
-            content, out_features=stop - start, slots=vectors, shared=content.shared if mine else None
+            content, out_features=stop - start, tensors=vectors, shared=content.shared if mine else None
         )
     return found

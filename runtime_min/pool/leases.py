@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from scute_compile.diagnostics import Code, fail
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.pages import Holding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotFacts:
+class ResidentFacts:
     """What the plan needs to know of a resident adapter."""
 
     rank: int
@@ -28,7 +28,7 @@ class SlotFacts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Placed:
-    """Pages of one image, and where they stand in the page map."""
+    """Pages of one packed, and where they stand in the page map."""
 
     holding: Holding
     start: int
@@ -38,12 +38,12 @@ class Placed:
 class Resident:
     """One adapter on the device."""
 
-    image: AdapterImage
+    packed: PackedAdapter
     slot: int
     own: Placed
     pairs: tuple[int, ...]
-    """Indices of its shared pair, by the image's own numbers of windows."""
-    facts: SlotFacts
+    """Indices of its shared pair, by the packed's own numbers of windows."""
+    facts: ResidentFacts
     """What the plan of a step needs to know of it."""
     uses: int = 0
     """Running steps that read it."""
@@ -63,7 +63,7 @@ class Resident:
 class Lease:
     """The adapters of one step; they stay where they are until the lease is released."""
 
-    slots: Mapping[str, int]
+    indices: Mapping[str, int]
     """Slot in the directory by name."""
     residents: tuple[Resident, ...]
 
@@ -74,9 +74,9 @@ class Leases:
     def __init__(self) -> None:
         self._open: set[Lease] = set()
 
-    def take(self, slots: Mapping[str, int], residents: tuple[Resident, ...]) -> Lease:
+    def take(self, indices: Mapping[str, int], residents: tuple[Resident, ...]) -> Lease:
         """Hold the adapters of a step."""
-        lease = Lease(slots=slots, residents=residents)
+        lease = Lease(indices=indices, residents=residents)
         for resident in residents:
             resident.uses += 1
         self._open.add(lease)
@@ -85,9 +85,13 @@ class Leases:
     def give_back(self, lease: Lease, end: torch.cuda.Event | None) -> None:
         """Let the adapters of a step go. Raises SC703 for a lease that isn't held (any more)."""
         if lease not in self._open:
-            fail(Code.SC703, where="a lease of " + (", ".join(lease.slots) or "no adapter"),
-                 found="one that was given back already, or is another pool's", expected="a lease that is held",
-                 next="release each lease once, where it was acquired")
+            fail(
+                Code.SC703,
+                where="a lease of " + (", ".join(lease.indices) or "no adapter"),
+                found="one that was given back already, or is another pool's",
+                expected="a lease that is held",
+                next="release each lease once, where it was acquired",
+            )
         self._open.remove(lease)
         for resident in lease.residents:
             resident.uses -= 1

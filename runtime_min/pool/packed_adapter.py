@@ -1,4 +1,4 @@
-"""Host images: an adapter as the bytes that its pages will hold, so that it comes in as one contiguous copy.
+"""Host packed_adapters: an adapter as the bytes that its pages will hold, so that it comes in as one contiguous copy.
 
 `pack_adapter` lays tensors out; `scute_compile.runtime_min.pool.reading` feeds it from artifacts.
 """
@@ -16,17 +16,17 @@ from scute_compile.ir.program import RotationKind
 from scute_compile.runtime_min.pool.directory import (
     GRANULE_BYTES,
     PAGE_BYTES,
+    DirectoryEntry,
     Field,
-    SiteSlot,
     absent_records,
     granules,
     pages_of,
 )
-from scute_compile.runtime_min.reference import SiteSlots
+from scute_compile.runtime_min.reference import SiteTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class FactorImage:
+class PackedFactor:
     """A shared factor, stored once for all adapters that use it."""
 
     key: str
@@ -53,7 +53,7 @@ class FactorImage:
 class FactorWindow:
     """The columns of a shared factor that a site uses, from granule `offset` of each row on."""
 
-    factor: FactorImage
+    factor: PackedFactor
     offset: int
     stride: int
     """Granules per row."""
@@ -95,17 +95,17 @@ class SharedTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteContent:
-    """The tensors of one site; `slots.terms` are its own terms, and none of these stands beside a shared one."""
+    """The tensors of one site; `tensors.terms` are its own terms, and none of these stands beside a shared one."""
 
     in_features: int
     """Of the part of the layer that the tensors were cut for."""
     out_features: int
-    slots: SiteSlots = field(default_factory=SiteSlots)
+    tensors: SiteTensors = field(default_factory=SiteTensors)
     shared: SharedTerm | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdapterImage:
+class PackedAdapter:
     """One rank's part of an adapter, laid out for one sequence of sites and one dtype."""
 
     name: str
@@ -126,7 +126,7 @@ class AdapterImage:
     rotated: bool
     """Whether it turns the input of any site."""
     beside_pair: bool
-    """Whether it has slots at sites that its shared pair does not touch."""
+    """Whether it has tensors at sites that its shared pair does not touch."""
 
     @property
     def pages(self) -> int:
@@ -134,16 +134,16 @@ class AdapterImage:
         return self.buffer.numel() // PAGE_BYTES
 
     @property
-    def factors(self) -> tuple[FactorImage, ...]:
+    def factors(self) -> tuple[PackedFactor, ...]:
         """The shared factors that it needs, each once."""
         return tuple({window.factor.key: window.factor for pair in self.pairs for window in (pair.a, pair.b)}.values())
 
 
-def host_bytes(images: Iterable[AdapterImage]) -> int:
-    """Return the bytes of images in host memory, shared factors counted once."""
-    listed = list(images)
-    factors = {factor.key: factor for image in listed for factor in image.factors}
-    return sum(len(image.buffer) for image in listed) + sum(len(factor.buffer) for factor in factors.values())
+def host_bytes(packed_adapters: Iterable[PackedAdapter]) -> int:
+    """Return the bytes of packed_adapters in host memory, shared factors counted once."""
+    listed = list(packed_adapters)
+    factors = {factor.key: factor for packed in listed for factor in packed.factors}
+    return sum(len(packed.buffer) for packed in listed) + sum(len(factor.buffer) for factor in factors.values())
 
 
 @dataclass(slots=True)
@@ -191,11 +191,11 @@ class _Layout:
         return buffer
 
 
-def pack_factor(key: str, factor: torch.Tensor, dtype: torch.dtype, *, pin: bool = False) -> FactorImage:
-    """Return the image of a shared factor `(rank, features)`, its rows padded to whole granules."""
+def pack_factor(key: str, factor: torch.Tensor, dtype: torch.dtype, *, pin: bool = False) -> PackedFactor:
+    """Return the packed of a shared factor `(rank, features)`, its rows padded to whole granules."""
     layout = _Layout(dtype=dtype)
     layout.matrix([factor], factor.shape[1])
-    return FactorImage(
+    return PackedFactor(
         key=key,
         rank=factor.shape[0],
         features=factor.shape[1],
@@ -204,7 +204,7 @@ def pack_factor(key: str, factor: torch.Tensor, dtype: torch.dtype, *, pin: bool
     )
 
 
-def window_of(factor: FactorImage, dtype: torch.dtype, *, column: int = 0) -> FactorWindow:
+def window_of(factor: PackedFactor, dtype: torch.dtype, *, column: int = 0) -> FactorWindow:
     """Return the window of a factor that starts at `column`, which must start a granule."""
     stride = granules(factor.features, dtype)
     return FactorWindow(factor=factor, offset=granules(column, dtype), stride=stride)
@@ -212,7 +212,7 @@ def window_of(factor: FactorImage, dtype: torch.dtype, *, column: int = 0) -> Fa
 
 def pack_adapter(
     name: str,
-    sites: Sequence[SiteSlot],
+    sites: Sequence[DirectoryEntry],
     contents: Mapping[str, SiteContent],
     dtype: torch.dtype,
     *,
@@ -221,7 +221,7 @@ def pack_adapter(
     rank: int = 0,
     shares: int = 1,
     pin: bool = False,
-) -> AdapterImage:
+) -> PackedAdapter:
     """Lay an adapter's tensors out as its pages will hold them.
 
     Args:
@@ -249,14 +249,14 @@ def pack_adapter(
         site, record = sites[number], records[number]
         _check_shape(name, site, content)
         record[Field.OWN_PAGES] = 0
-        _place_vectors(record, content.slots, layout)
-        if content.slots.terms:
-            _place_terms(record, site, content.slots, layout)
+        _place_vectors(record, content.tensors, layout)
+        if content.tensors.terms:
+            _place_terms(record, site, content.tensors, layout)
         if content.shared is not None:
             known = pairs.setdefault(content.shared.pair.key, (len(pairs), content.shared.pair))
             _place_shared(record, content.shared, known[0], layout)
     own_rank = int((records[:, Field.RANK] * (records[:, Field.PAIR] < 0)).max()) if sites else 0
-    return AdapterImage(
+    return PackedAdapter(
         name=name,
         digest=digest,
         tp=tp,
@@ -277,36 +277,36 @@ def _beside_pair(records: torch.Tensor) -> bool:
     return bool((touched & (records[:, Field.PAIR] < 0)).any())
 
 
-def _check_shape(adapter: str, site: SiteSlot, content: SiteContent) -> None:
+def _check_shape(adapter: str, site: DirectoryEntry, content: SiteContent) -> None:
     if (site.in_features, site.out_features) != (content.in_features, content.out_features):
         found = f"tensors for {content.in_features} inputs and {content.out_features} outputs"
         _refuse_site(adapter, site.key, found, f"{site.in_features} inputs and {site.out_features} outputs")
 
 
-def _place_vectors(record: torch.Tensor, slots: SiteSlots, layout: _Layout) -> None:
-    if slots.ds is not None:
-        record[Field.DS_OFFSET] = layout.run(slots.ds)
-    if slots.b is not None:
-        record[Field.SHIFT_OFFSET] = layout.run(slots.b, dtype=torch.float32)
-    if slots.delta is not None:
-        if id(slots.delta) not in layout.rotations:
-            layout.rotations[id(slots.delta)] = layout.run(slots.delta)
-        record[Field.R_OFFSET] = layout.rotations[id(slots.delta)]
-        blocks = slots.rotation is RotationKind.BLOCKS
-        record[Field.R_BLOCK] = slots.delta.shape[-1] if blocks else 1
-        record[Field.R_SHARED] = int(blocks and len(slots.delta) == 1)
+def _place_vectors(record: torch.Tensor, tensors: SiteTensors, layout: _Layout) -> None:
+    if tensors.ds is not None:
+        record[Field.DS_OFFSET] = layout.run(tensors.ds)
+    if tensors.b is not None:
+        record[Field.SHIFT_OFFSET] = layout.run(tensors.b, dtype=torch.float32)
+    if tensors.delta is not None:
+        if id(tensors.delta) not in layout.rotations:
+            layout.rotations[id(tensors.delta)] = layout.run(tensors.delta)
+        record[Field.R_OFFSET] = layout.rotations[id(tensors.delta)]
+        blocks = tensors.rotation is RotationKind.BLOCKS
+        record[Field.R_BLOCK] = tensors.delta.shape[-1] if blocks else 1
+        record[Field.R_SHARED] = int(blocks and len(tensors.delta) == 1)
 
 
-def _place_terms(record: torch.Tensor, site: SiteSlot, slots: SiteSlots, layout: _Layout) -> None:
+def _place_terms(record: torch.Tensor, site: DirectoryEntry, tensors: SiteTensors, layout: _Layout) -> None:
     """Own terms of one site stand side by side along the rank: `x A B` summed over terms is one product.
 
     The rank is that of B: of A there may be a share alone, as of the entries that it gives.
     """
-    record[Field.RANK] = sum(len(term.b) for term in slots.terms)
+    record[Field.RANK] = sum(len(term.b) for term in tensors.terms)
     record[Field.A_PAGES] = record[Field.B_PAGES] = 0
-    record[Field.A_OFFSET] = layout.matrix([term.a for term in slots.terms], site.in_features)
+    record[Field.A_OFFSET] = layout.matrix([term.a for term in tensors.terms], site.in_features)
     record[Field.A_STRIDE] = granules(site.in_features, layout.dtype)
-    record[Field.B_OFFSET] = layout.matrix([term.b for term in slots.terms], site.out_features)
+    record[Field.B_OFFSET] = layout.matrix([term.b for term in tensors.terms], site.out_features)
     record[Field.B_STRIDE] = granules(site.out_features, layout.dtype)
 
 

@@ -46,7 +46,7 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Holding:
-    """Pages that one image holds."""
+    """Pages that one packed holds."""
 
     pages: torch.Tensor
     """Physical page of each logical page: int32, on the CPU."""
@@ -116,8 +116,13 @@ class PagePool:
             ScuteError: SC805 when fewer are free; SC703 for less than none.
         """
         if count < 0:
-            fail(Code.SC703, where="a loan", found=f"{count} pages", expected="at least 0 pages",
-                 next="borrow as many pages as the cache grows by")
+            fail(
+                Code.SC703,
+                where="a loan",
+                found=f"{count} pages",
+                expected="at least 0 pages",
+                next="borrow as many pages as the cache grows by",
+            )
         pages = self._take(count, "a loan")
         self._lent[pages.numpy()] = True
         self._lent_count += count
@@ -142,8 +147,13 @@ class PagePool:
         wrong = given[~inside] if not inside.all() else whole[~self._lent[whole]]
         if len(wrong) or len(np.unique(whole)) < len(whole):
             what = f"page {wrong[0]}, which is not lent" if len(wrong) else "a page that stands there twice"
-            fail(Code.SC703, where="a loan that is given back", found=what, expected="pages of a loan, each once",
-                 next="give back each page of a loan once")
+            fail(
+                Code.SC703,
+                where="a loan that is given back",
+                found=what,
+                expected="pages of a loan, each once",
+                next="give back each page of a loan once",
+            )
         return whole
 
     def _take(self, count: int, purpose: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from scute_compile.runtime_min.pool.directory import GRANULE_BYTES, PAGE_GRANULE
 
 
 class Tables(Protocol):
-    """The tensors that lead to an adapter, as `scute_compile.runtime_min.pool.device_memory.DeviceMemory` holds them."""
+    """The tensors that lead to an adapter, as `DeviceMemory` holds them."""
 
     @property
     def pages(self) -> torch.Tensor: ...
@@ -42,8 +42,8 @@ def read_rows(
     Args:
         pages: All pages, `(num_pages, values per page)`.
         page_map: Physical pages by logical page, int32, flat.
-        first_page: Where the image's pages start in `page_map`.
-        offset: First granule of the matrix inside the image.
+        first_page: Where the packed's pages start in `page_map`.
+        offset: First granule of the matrix inside the packed.
         stride: Granules per row.
         shape: Rows and values per row.
         dtype: Dtype of the values; it may differ from that of `pages`, whose bytes are taken as they are.
@@ -68,9 +68,7 @@ def read_run(
 ) -> torch.Tensor:
     """Return a tensor whose values lie without gaps from granule `offset` on; see `read_rows`."""
     count = torch.Size(shape).numel()
-    row = read_rows(
-        pages, page_map, first_page=first_page, offset=offset, stride=0, shape=(1, count), dtype=dtype
-    )
+    row = read_rows(pages, page_map, first_page=first_page, offset=offset, stride=0, shape=(1, count), dtype=dtype)
     return row.reshape(shape)
 
 
@@ -104,10 +102,19 @@ def read_field(memory: Tables, slot: int, site: int, field: Field, shape: tuple[
             step = stride * values_per_granule(memory.shared.dtype)
             return memory.shared.reshape(-1)[start : start + rows * step].view(rows, step)[:, :width].contiguous()
         return read_rows(
-            memory.pages, memory.page_map, first_page=first_page, offset=record[field], stride=stride,
-            shape=(rows, width), dtype=memory.pages.dtype,
+            memory.pages,
+            memory.page_map,
+            first_page=first_page,
+            offset=record[field],
+            stride=stride,
+            shape=(rows, width),
+            dtype=memory.pages.dtype,
         )
     return read_run(
-        memory.pages, memory.page_map, first_page=record[Field.OWN_PAGES], offset=record[field], shape=shape,
+        memory.pages,
+        memory.page_map,
+        first_page=record[Field.OWN_PAGES],
+        offset=record[field],
+        shape=shape,
         dtype=torch.float32 if field is Field.SHIFT_OFFSET else memory.pages.dtype,
     )

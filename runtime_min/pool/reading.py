@@ -1,4 +1,4 @@
-"""From an opened artifact to the host image of one rank's part of it."""
+"""From an opened artifact to the host packed of one rank's part of it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from scute_compile.formats.manifest import Manifest, SharedWindow, SiteRecord, T
 from scute_compile.ir.expressions import Ranges, width
 from scute_compile.ir.linear import Split
 from scute_compile.ir.target import LoraSharding
-from scute_compile.runtime_min.pool.directory import SiteSlot, values_per_granule
+from scute_compile.runtime_min.pool.directory import DirectoryEntry, values_per_granule
 from scute_compile.runtime_min.pool.fully_sharded import RowOrder, in_parts, own_term, shared_rows
 from scute_compile.runtime_min.pool.packed_adapter import (
-    AdapterImage,
-    FactorImage,
     FactorWindow,
+    PackedAdapter,
+    PackedFactor,
     PairWindow,
     SharedTerm,
     SiteContent,
@@ -31,15 +31,15 @@ from scute_compile.runtime_min.pool.packed_adapter import (
     window_of,
 )
 from scute_compile.runtime_min.ranks.exchange import take_rows
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots, take
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors, take
 
-Factors = MutableMapping[str, FactorImage]
+Factors = MutableMapping[str, PackedFactor]
 """Images of shared factors by key, all in one dtype."""
 
 
 def read_adapter(
     source: Artifact | Path,
-    sites: Sequence[SiteSlot],
+    sites: Sequence[DirectoryEntry],
     dtype: torch.dtype,
     *,
     name: str = "",
@@ -49,8 +49,8 @@ def read_adapter(
     factors: Factors | None = None,
     convert: bool = False,
     pin: bool = False,
-) -> AdapterImage:
-    """Read one rank's file, and the shared factors that it names, into an image.
+) -> PackedAdapter:
+    """Read one rank's file, and the shared factors that it names, into an packed.
 
     Args:
         source: An opened artifact, or the folder of one.
@@ -63,7 +63,7 @@ def read_adapter(
         sharding: How the runtime's ranks divide terms.
         factors: Images of shared factors that are there already; those that this artifact needs are added.
         convert: Whether an artifact of another dtype is rounded to the pool's; it is refused otherwise.
-        pin: Whether images lie in pinned memory.
+        pin: Whether packed_adapters lie in pinned memory.
 
     Raises:
         ScuteError: SC801 (another tp or dtype), SC812 (terms that are divided otherwise), SC402 (another base), SC803
@@ -74,26 +74,31 @@ def read_adapter(
     name = name or artifact.manifest.name
     _check_target(artifact, name, tp=tp, dtype=dtype, convert=convert)
     _check_sharding(artifact.manifest, name, sharding)
-    parts: dict[str, list[SiteSlot]] = {}
+    parts: dict[str, list[DirectoryEntry]] = {}
     for site in sites:
         parts.setdefault(site.name, []).append(site)
     known: Factors = {} if factors is None else factors
     tensors = {key: _fitting(value, key, dtype) for key, value in load_rank(artifact, rank).items()}
-    reader = _Reader(
-        artifact=artifact, name=name, rank=rank, dtype=dtype, tensors=tensors, factors=known, pin=pin
-    )
+    reader = _Reader(artifact=artifact, name=name, rank=rank, dtype=dtype, tensors=tensors, factors=known, pin=pin)
     contents: dict[str, SiteContent] = {}
     for record in artifact.manifest.sites:
-        slots, content = parts.get(record.name, []), reader.site(record)
-        whole = all(slot.part is None for slot in slots)
-        contents |= {record.name: content} if whole else in_parts(record, rank, content, slots)
+        entries, content = parts.get(record.name, []), reader.site(record)
+        whole = all(entry.part is None for entry in entries)
+        contents |= {record.name: content} if whole else in_parts(record, rank, content, entries)
     return pack_adapter(
-        name, sites, contents, dtype, digest=artifact.manifest.digest, tp=tp, rank=rank,
-        shares=tp if sharding is LoraSharding.FULL else 1, pin=pin,
+        name,
+        sites,
+        contents,
+        dtype,
+        digest=artifact.manifest.digest,
+        tp=tp,
+        rank=rank,
+        shares=tp if sharding is LoraSharding.FULL else 1,
+        pin=pin,
     )
 
 
-def named_as_in(artifact: Artifact, sites: Sequence[SiteSlot]) -> list[SiteSlot]:
+def named_as_in(artifact: Artifact, sites: Sequence[DirectoryEntry]) -> list[DirectoryEntry]:
     """Return the model's layers under the artifact's names: the same, or another after one change of the prefix."""
     found = reroot(artifact.sites, {site.name: site for site in sites})
     if isinstance(found, Unrooted):
@@ -108,7 +113,7 @@ def named_as_in(artifact: Artifact, sites: Sequence[SiteSlot]) -> list[SiteSlot]
     return [replace(site, name=named.get(site.name, site.name)) for site in sites]
 
 
-def _stray(artifact: Artifact, sites: Sequence[SiteSlot]) -> str:
+def _stray(artifact: Artifact, sites: Sequence[DirectoryEntry]) -> str:
     """Return a site of the artifact that the model doesn't have under its own name; the first one where it has all."""
     known = {site.name for site in sites}
     return next((name for name in artifact.sites if name not in known), next(iter(artifact.sites)))
@@ -183,7 +188,7 @@ class _Reader:
             return self.tensors.get(tensor_name(record.name, slot, number))
 
         shared: SharedTerm | None = None
-        terms: list[TermSlots] = []
+        terms: list[TermTensors] = []
         for number, term in enumerate(record.terms):
             _check_term(self.name, record, number, term)
             if term.a is None or term.b is None:
@@ -197,7 +202,7 @@ class _Reader:
             )
             d = held("d", number)
             shared = SharedTerm(pair=pair, d=d if rows is None or d is None else rows.d_of(d), e=held("e", number))
-        slots = SiteSlots(
+        tensors = SiteTensors(
             rotation=record.rotation.kind if record.rotation else None,
             delta=held("dR"),
             ds=held("ds"),
@@ -205,26 +210,26 @@ class _Reader:
             terms=tuple(terms),
         )
         inputs, outputs = width(record.inputs[self.rank]), width(record.outputs[self.rank])
-        return SiteContent(in_features=inputs, out_features=outputs, slots=slots, shared=shared)
+        return SiteContent(in_features=inputs, out_features=outputs, tensors=tensors, shared=shared)
 
     def window(self, window: SharedWindow, ranges: Ranges, rows: RowOrder | None) -> FactorWindow:
         """Return where the rank's columns of a shared factor lie.
 
         One run of columns that starts a granule is an offset into the whole factor, which all sites share. Others get
-        an image of their own, of those columns alone; so do fully sharded ones, of the `rows` that the rank holds.
+        an packed of their own, of those columns alone; so do fully sharded ones, of the `rows` that the rank holds.
         """
         start = ranges[0][0]
         whole = len(ranges) == 1 and start % values_per_granule(self.dtype) == 0 and rows is None
         key = window.factor if whole else f"{window.factor}:{','.join(f'{first}-{last}' for first, last in ranges)}"
         key = key if rows is None else f"{key}:{rows.name}"
-        image = self.factors.get(key)
-        if image is None:
+        packed = self.factors.get(key)
+        if packed is None:
             factor = _fitting(load_factor(self.artifact, window.factor), window.factor, self.dtype)
             part = factor if whole else take(factor, 1, ranges)
             part = part if rows is None else take_rows(part, rows.order)
-            image = pack_factor(key, part, self.dtype, pin=self.pin)
-            self.factors[key] = image
-        return window_of(image, self.dtype, column=start if whole else 0)
+            packed = pack_factor(key, part, self.dtype, pin=self.pin)
+            self.factors[key] = packed
+        return window_of(packed, self.dtype, column=start if whole else 0)
 
 
 def _check_term(name: str, record: SiteRecord, number: int, term: TermRecord) -> None:

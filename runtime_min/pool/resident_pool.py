@@ -31,9 +31,9 @@ from scute_compile.runtime_min.pool.admission import (
     refuse_room,
 )
 from scute_compile.runtime_min.pool.device_memory import DeviceMemory
-from scute_compile.runtime_min.pool.directory import Field, SiteSlot
-from scute_compile.runtime_min.pool.leases import Lease, Leases, Resident, SlotFacts
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage, FactorImage
+from scute_compile.runtime_min.pool.directory import DirectoryEntry, Field
+from scute_compile.runtime_min.pool.leases import Lease, Leases, Resident, ResidentFacts
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, PackedFactor
 from scute_compile.runtime_min.pool.pages import PagePool
 from scute_compile.runtime_min.pool.read_back import read_field
 from scute_compile.runtime_min.pool.residents import Residents
@@ -42,25 +42,36 @@ from scute_compile.runtime_min.pool.stats import PoolStats, stats_of
 if TYPE_CHECKING:
     from scute_compile.formats.artifact import Artifact
 
-Bring: TypeAlias = Callable[[AdapterImage, Iterable[Resident]], Resident | None]
-Source: TypeAlias = "Artifact | Path | AdapterImage"
-"""An opened artifact, the folder of one, or an image that was made already."""
+Bring: TypeAlias = Callable[[PackedAdapter, Iterable[Resident]], Resident | None]
+Source: TypeAlias = "Artifact | Path | PackedAdapter"
+"""An opened artifact, the folder of one, or an packed that was made already."""
 
 
 class ResidentPool:
     """Adapters on one device, and those in host memory that may come in."""
 
     def __init__(
-        self, sites: Sequence[SiteSlot], *, num_pages: int, slots: int, dtype: torch.dtype, device: torch.device,
-        map_entries: int | None = None, shared_pages: int = 16384, pairs: int = 64, tp: int = 1, rank: int = 0,
-        convert: bool = False, lendable: int = 0,
+        self,
+        sites: Sequence[DirectoryEntry],
+        *,
+        num_pages: int,
+        max_adapters: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        map_entries: int | None = None,
+        shared_pages: int = 16384,
+        pairs: int = 64,
+        tp: int = 1,
+        rank: int = 0,
+        convert: bool = False,
+        lendable: int = 0,
     ) -> None:
         """Allocate everything that the pool will ever take on the device, but for staging memory.
 
         Args:
             sites: The model's layers as this rank holds them; the order is that of the directory.
             num_pages: Pages of 2 KiB.
-            slots: Most adapters that are resident at once.
+            max_adapters: Most adapters that are resident at once.
             dtype: Of all values but `b`.
             device: Where kernels read adapters.
             map_entries: Length of the page map; None: four for each page, so that gaps hardly ever need closing.
@@ -74,16 +85,21 @@ class ResidentPool:
         Raises:
             ScuteError: SC703 for sizes below one, and for a rank that there isn't.
         """
-        check_pool(num_pages=num_pages, slots=slots, shared_pages=shared_pages, tp=tp, rank=rank)
+        check_pool(num_pages=num_pages, max_adapters=max_adapters, shared_pages=shared_pages, tp=tp, rank=rank)
         self.sites, self.dtype, self.device = tuple(sites), dtype, device
         self._tp, self._rank, self._convert, self._lendable = tp, rank, convert, lendable
         self._pool = PagePool(num_pages, dtype, device)
         entries = 4 * num_pages if map_entries is None else max(map_entries, num_pages)
-        self.memory = DeviceMemory(self._pool.pages, slots=slots, sites=len(self.sites), map_entries=entries,
-                                   shared_pages=shared_pages)
+        self.memory = DeviceMemory(
+            self._pool.pages,
+            max_adapters=max_adapters,
+            sites=len(self.sites),
+            map_entries=entries,
+            shared_pages=shared_pages,
+        )
         self._residents, self._leases = Residents(self.memory, self._pool, pairs=pairs), Leases()
-        self._host: dict[str, AdapterImage] = {}
-        self._factors: WeakValueDictionary[str, FactorImage] = WeakValueDictionary()
+        self._host: dict[str, PackedAdapter] = {}
+        self._factors: WeakValueDictionary[str, PackedFactor] = WeakValueDictionary()
         self._current: dict[str, Resident] = {}
         """By name, least recently used first."""
 
@@ -93,7 +109,7 @@ class ResidentPool:
         return tuple(self._host)
 
     @property
-    def images(self) -> Mapping[str, AdapterImage]:
+    def packed_adapters(self) -> Mapping[str, PackedAdapter]:
         """The adapters in host memory by name."""
         return MappingProxyType(self._host)
 
@@ -103,7 +119,7 @@ class ResidentPool:
         return {name: resident.slot for name, resident in self._current.items()}
 
     @property
-    def facts(self) -> Mapping[int, SlotFacts]:
+    def facts(self) -> Mapping[int, ResidentFacts]:
         """By slot, what the plan of a step needs to know of each adapter on the device; a view that changes with it."""
         return MappingProxyType(self._residents.facts)
 
@@ -112,7 +128,7 @@ class ResidentPool:
         """What the plan of a step needs to know of each shared pair; see `Residents.pairs`."""
         return self._residents.pairs
 
-    def add(self, name: str, source: Source) -> AdapterImage:
+    def add(self, name: str, source: Source) -> PackedAdapter:
         """Read an adapter into host memory; it comes in when a batch needs it.
 
         Raises:
@@ -120,8 +136,8 @@ class ResidentPool:
                 `read_adapter` raise. The pool is then as it was.
         """
         check_new(name, self._host)
-        image = self._host[name] = self._read(name, source)
-        return image
+        packed = self._host[name] = self._read(name, source)
+        return packed
 
     def remove(self, name: str) -> None:
         """Forget an adapter, on the device and in host memory. Raises SC802; SC806 while it is used or pinned."""
@@ -146,17 +162,17 @@ class ResidentPool:
             ScuteError: SC802, SC804, and what `add` raises. The old adapter then serves on.
         """
         check_known([name], self._host)
-        image = self._read(name, source)
+        packed = self._read(name, source)
         old = self._current.get(name)
         if old is not None:
             # others go before the old one does, and it goes only if nothing reads it
             last = () if old.uses else (old,)
-            new = self._bring_in(image, [*self._idle(keep=(name,)), *last])
+            new = self._bring_in(packed, [*self._idle(keep=(name,)), *last])
             new.pinned, old.pinned = old.pinned, False
             if self._current.pop(name, None) is not None:
                 self._retire(old)
             self._current[name] = new
-        self._host[name] = image
+        self._host[name] = packed
 
     def ensure(self, names: Iterable[str]) -> Mapping[str, int]:
         """Bring in the adapters of a batch and return their slots; others go, least recently used first.
@@ -192,7 +208,7 @@ class ResidentPool:
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
         with suppress(ScuteError):  # without room to stage in, it is for the next batch to be refused
-            self._bring_all(wanted, lambda image, others: self._try_in(image, others, ahead=True))
+            self._bring_all(wanted, lambda packed, others: self._try_in(packed, others, ahead=True))
         return tuple(name for name in wanted if name in self._current)
 
     def acquire(self, names: Iterable[str]) -> Lease:
@@ -213,7 +229,7 @@ class ResidentPool:
         """Hold a step's adapters for a `with` block, which gets their slots by name."""
         lease = self.acquire(names)
         try:
-            yield lease.slots
+            yield lease.indices
         finally:
             self.release(lease)
 
@@ -242,7 +258,7 @@ class ResidentPool:
         lent = self._pool.counts.lent
         victims = self._residents.victims(max(0, count), self._idle())
         if lent + count > self._lendable or victims is None:
-            held = sum(resident.image.pages for resident in self._residents if resident.held)
+            held = sum(resident.packed.pages for resident in self._residents if resident.held)
             refuse_loan(count, self._pool.counts, lendable=self._lendable, held=held)
         for victim in victims:
             self._drop(victim)
@@ -256,7 +272,7 @@ class ResidentPool:
         self._pool.reclaim(pages)
 
     def read_back(self, slot: int, site: str, field: Field, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor as the device's tables lead to it; see `scute_compile.runtime_min.pool.read_back.read_field`."""
+        """Return a tensor as the device's tables lead to it; see `read_field`."""
         self.memory.wait()
         index = next(number for number, known in enumerate(self.sites) if known.key == site)
         return read_field(self.memory, slot, index, field, shape)
@@ -265,17 +281,26 @@ class ResidentPool:
         """Return what the pool holds at this moment."""
         return stats_of(self._pool.counts, self.memory, self._residents, self._host)
 
-    def _read(self, name: str, source: Source) -> AdapterImage:
-        if isinstance(source, AdapterImage):
-            image = dataclasses.replace(source, name=name)
+    def _read(self, name: str, source: Source) -> PackedAdapter:
+        if isinstance(source, PackedAdapter):
+            packed = dataclasses.replace(source, name=name)
         else:
-            from scute_compile.runtime_min.pool.reading import read_adapter  # images need no reader of files
+            from scute_compile.runtime_min.pool.reading import read_adapter  # packed_adapters need no reader of files
 
-            image = read_adapter(source, self.sites, self.dtype, name=name, tp=self._tp, rank=self._rank,
-                                 factors=self._factors, convert=self._convert, pin=self.memory.pin)
-        check_layout(image, sites=len(self.sites), dtype=self.dtype)
-        check_size(image, pages=self._pool.counts.total, shared=len(self.memory.shared))
-        return image
+            packed = read_adapter(
+                source,
+                self.sites,
+                self.dtype,
+                name=name,
+                tp=self._tp,
+                rank=self._rank,
+                factors=self._factors,
+                convert=self._convert,
+                pin=self.memory.pin,
+            )
+        check_layout(packed, sites=len(self.sites), dtype=self.dtype)
+        check_size(packed, pages=self._pool.counts.total, shared=len(self.memory.shared))
+        return packed
 
     def _resident(self, name: str) -> Resident:
         check_known([name], self._host)
@@ -285,10 +310,14 @@ class ResidentPool:
     def _check_batch(self, names: Sequence[str]) -> None:
         """Refuse a batch whose adapters don't fit at once beside those that are held, before anything is evicted."""
         batch = {self._current.get(name) for name in names}
-        held = [resident.image for resident in self._residents if resident.held and resident not in batch]
+        held = [resident.packed for resident in self._residents if resident.held and resident not in batch]
         counts = self._pool.counts
-        room = Room(slots=len(self.memory.directory), pages=counts.total - counts.lent,
-                    shared=len(self.memory.shared), pairs=self._residents.pair_capacity)
+        room = Room(
+            slots=len(self.memory.directory),
+            pages=counts.total - counts.lent,
+            shared=len(self.memory.shared),
+            pairs=self._residents.pair_capacity,
+        )
         check_batch({name: self._host[name] for name in names}, held, room)
 
     def _idle(self, keep: Container[str] = ()) -> Iterator[Resident]:
@@ -302,10 +331,10 @@ class ResidentPool:
         if not coming:
             return
         try:
-            with self.memory.together([image.buffer for image in coming]):
-                for image in coming:
-                    if resident := bring(image, self._idle(keep)):
-                        self._current[image.name] = resident
+            with self.memory.together([packed.buffer for packed in coming]):
+                for packed in coming:
+                    if resident := bring(packed, self._idle(keep)):
+                        self._current[packed.name] = resident
         except BaseException:
             for resident in [one for one in self._current.values() if one.slot in self.memory.unwritten]:
                 self._drop(resident)  # it would be answered by the base, or by what lay there before
@@ -317,28 +346,28 @@ class ResidentPool:
         for name in filter(self._current.__contains__, names):
             self._current[name] = self._current.pop(name)
 
-    def _bring_in(self, image: AdapterImage, candidates: Iterable[Resident]) -> Resident:
-        if (resident := self._try_in(image, candidates)) is None:
-            refuse_room(image, needed=image.pages, free=self._pool.free)
+    def _bring_in(self, packed: PackedAdapter, candidates: Iterable[Resident]) -> Resident:
+        if (resident := self._try_in(packed, candidates)) is None:
+            refuse_room(packed, needed=packed.pages, free=self._pool.free)
         return resident
 
-    def _try_in(self, image: AdapterImage, others: Iterable[Resident], *, ahead: bool = False) -> Resident | None:
+    def _try_in(self, packed: PackedAdapter, others: Iterable[Resident], *, ahead: bool = False) -> Resident | None:
         """Bring an adapter in if the others' room is enough; `ahead` leaves what a running step reads untouched."""
-        victims = self._residents.victims(image, others)
+        victims = self._residents.victims(packed, others)
         if victims is None:
             return None
-        staged = self.memory.stage(image.buffer)
-        with self._residents.keeping(image):
+        staged = self.memory.stage(packed.buffer)
+        with self._residents.keeping(packed):
             for victim in victims:
                 self._drop(victim)
-            if not self._residents.has_gaps(image):
+            if not self._residents.has_gaps(packed):
                 if ahead or any(resident.uses for resident in self._residents):
                     return None
                 self._residents.close_gaps()
-            return self._residents.place(image, staged)
+            return self._residents.place(packed, staged)
 
     def _drop(self, resident: Resident) -> None:
-        del self._current[resident.image.name]
+        del self._current[resident.packed.name]
         self._residents.take_off(resident)
 
     def _retire(self, resident: Resident) -> None:

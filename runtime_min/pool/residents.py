@@ -15,8 +15,8 @@ import torch
 
 from scute_compile.runtime_min.pool.device_memory import DeviceMemory
 from scute_compile.runtime_min.pool.directory import PAGE_BYTES, PAGE_GRANULES, Field
-from scute_compile.runtime_min.pool.leases import Placed, Resident, SlotFacts
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage, FactorImage, FactorWindow
+from scute_compile.runtime_min.pool.leases import Placed, Resident, ResidentFacts
+from scute_compile.runtime_min.pool.packed_adapter import FactorWindow, PackedAdapter, PackedFactor
 from scute_compile.runtime_min.pool.pages import PagePool, Runs
 
 _PLACES = [Field.A_PAGES, Field.B_PAGES, Field.OWN_PAGES]
@@ -25,7 +25,7 @@ _PLACES = [Field.A_PAGES, Field.B_PAGES, Field.OWN_PAGES]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Factor:
-    image: FactorImage
+    packed: PackedFactor
     start: int
     """First page in the memory of shared factors."""
     references: int = 0
@@ -42,8 +42,13 @@ class _SharedRoom:
     """Whether an adapter's shared factors and pairs have room, as others that may share them are thought away."""
 
     def __init__(
-        self, adapter: AdapterImage, factors: Mapping[str, _Factor], pairs: Mapping[tuple[str, str], _Pair], *,
-        free: int, rows: int,
+        self,
+        adapter: PackedAdapter,
+        factors: Mapping[str, _Factor],
+        pairs: Mapping[tuple[str, str], _Pair],
+        *,
+        free: int,
+        rows: int,
     ) -> None:
         self._free, self._rows = free, rows
         """Pages of shared factors' memory, and rows of the pairs' table."""
@@ -59,7 +64,7 @@ class _SharedRoom:
         """Whether there is too little."""
         return self._new_pairs > self._rows or self._new_pages > self._free
 
-    def without(self, other: AdapterImage) -> None:
+    def without(self, other: PackedAdapter) -> None:
         """Think an adapter away: a factor goes with its last tenant."""
         for factor in other.factors:
             self._factors[factor.key] -= 1
@@ -70,7 +75,7 @@ class _SharedRoom:
 
 
 class Residents:
-    """Places images on the device and takes them off again; decides nothing about who must go."""
+    """Places packed_adapters on the device and takes them off again; decides nothing about who must go."""
 
     def __init__(self, memory: DeviceMemory, pool: PagePool, *, pairs: int) -> None:
         self._memory, self._pool = memory, pool
@@ -83,7 +88,7 @@ class Residents:
         self._pairs: dict[tuple[str, str], _Pair] = {}
         self._placed: dict[Resident, None] = {}
         """In the order in which they came; a dict, since any of them may go."""
-        self.facts: dict[int, SlotFacts] = {}
+        self.facts: dict[int, ResidentFacts] = {}
         """By slot, what the plan of a step needs to know."""
         self.map_moved = 0
         """Entries of the page map that were rewritten to close gaps; pages of adapters themselves never move."""
@@ -100,7 +105,7 @@ class Residents:
 
     @property
     def map_free(self) -> int:
-        """Entries of the page map that no image uses."""
+        """Entries of the page map that no packed uses."""
         return self._ranges.free
 
     @property
@@ -108,13 +113,13 @@ class Residents:
         """Bytes of the pages of each adapter by name, without shared factors."""
         sizes: Counter[str] = Counter()
         for resident in self._placed:
-            sizes[resident.image.name] += resident.image.pages * PAGE_BYTES
+            sizes[resident.packed.name] += resident.packed.pages * PAGE_BYTES
         return dict(sizes)
 
     @property
-    def factors(self) -> Iterable[FactorImage]:
+    def factors(self) -> Iterable[PackedFactor]:
         """Shared factors on the device."""
-        return (factor.image for factor in self._factors.values())
+        return (factor.packed for factor in self._factors.values())
 
     @property
     def pairs(self) -> tuple[tuple[int, ...], ...]:
@@ -124,14 +129,14 @@ class Residents:
             rows[pair.index] = (pair.rank, *(0,) * 7)
         return tuple(rows)
 
-    def victims(self, image: AdapterImage | int, candidates: Iterable[Resident]) -> tuple[Resident, ...] | None:
-        """Return the first candidates that must go before an image fits, or None when all of them are too few.
+    def victims(self, packed: PackedAdapter | int, candidates: Iterable[Resident]) -> tuple[Resident, ...] | None:
+        """Return the first candidates that must go before an packed fits, or None when all of them are too few.
 
         A shared factor goes with the last adapter that uses it, unless the new one needs it too. For a number of pages
         (a loan), pages alone count.
         """
-        adapter = image if isinstance(image, AdapterImage) else None
-        needed = image if isinstance(image, int) else image.pages
+        adapter = packed if isinstance(packed, PackedAdapter) else None
+        needed = packed if isinstance(packed, int) else packed.pages
         shared = None
         if adapter is not None and adapter.pairs:
             shared = _SharedRoom(adapter, self._factors, self._pairs, free=self._shared.free, rows=len(self._pair_rows))
@@ -147,44 +152,44 @@ class Residents:
                 return None
             chosen.append(victim)
             slots += 1
-            free, map_free = free + victim.image.pages, map_free + victim.image.pages
+            free, map_free = free + victim.packed.pages, map_free + victim.packed.pages
             if shared is not None:
-                shared.without(victim.image)
+                shared.without(victim.packed)
         return tuple(chosen)
 
-    def has_gaps(self, image: AdapterImage) -> bool:
+    def has_gaps(self, packed: PackedAdapter) -> bool:
         """Return whether the page map and the shared factors' memory have gaps that are long enough.
 
         `close_gaps` makes them where room is left.
         """
-        own = self._ranges.has_gaps([image.pages])
-        return own and self._shared.has_gaps([f.pages for f in image.factors if f.key not in self._factors])
+        own = self._ranges.has_gaps([packed.pages])
+        return own and self._shared.has_gaps([f.pages for f in packed.factors if f.key not in self._factors])
 
-    def place(self, image: AdapterImage, staged: torch.Tensor) -> Resident:
+    def place(self, packed: PackedAdapter, staged: torch.Tensor) -> Resident:
         """Bring a staged adapter in for which there is room, with the shared factors that aren't there yet."""
-        new = [factor for factor in image.factors if factor.key not in self._factors]
+        new = [factor for factor in packed.factors if factor.key not in self._factors]
         with ExitStack() as undo:
             for factor in new:
                 start = self._run(self._shared, factor.pages)
                 undo.callback(self._shared.release, start, factor.pages)
                 self._memory.write_shared(factor.buffer, start)
-                self._factors[factor.key] = _Factor(image=factor, start=start)
+                self._factors[factor.key] = _Factor(packed=factor, start=start)
                 undo.callback(self._factors.pop, factor.key)
-            own = self._place(image, staged)
+            own = self._place(packed, staged)
             undo.pop_all()
-        for factor in image.factors:
+        for factor in packed.factors:
             self._factors[factor.key].references += 1
-        for pair in _pairs_of(image):
-            self._hold_pair(pair, image.pairs[0].rank)
-        pairs = tuple(self._pairs[window.shared].index for window in image.pairs)
-        facts = SlotFacts(
-            rank=image.own_rank,
+        for pair in _pairs_of(packed):
+            self._hold_pair(pair, packed.pairs[0].rank)
+        pairs = tuple(self._pairs[window.shared].index for window in packed.pairs)
+        facts = ResidentFacts(
+            rank=packed.own_rank,
             pair=pairs[0] if pairs else -1,
-            pair_rank=image.pairs[0].rank if pairs else 0,
-            beside_pair=image.beside_pair,
-            rotated=image.rotated,
+            pair_rank=packed.pairs[0].rank if pairs else 0,
+            beside_pair=packed.beside_pair,
+            rotated=packed.rotated,
         )
-        resident = Resident(image=image, slot=self._slots.pop(), own=own, pairs=pairs, facts=facts)
+        resident = Resident(packed=packed, slot=self._slots.pop(), own=own, pairs=pairs, facts=facts)
         self._placed[resident] = None
         self.facts[resident.slot] = facts
         self._write_records(resident)
@@ -197,18 +202,18 @@ class Residents:
         self._memory.clear_records(resident.slot)
         self._slots.append(resident.slot)
         self._free(resident.own)
-        for pair in _pairs_of(resident.image):
+        for pair in _pairs_of(resident.packed):
             entry = self._pairs[pair]
             entry.references -= 1
             if not entry.references:
                 self._pair_rows.append(self._pairs.pop(pair).index)
-        for factor in resident.image.factors:
+        for factor in resident.packed.factors:
             self._let_go(factor.key)
 
     @contextmanager
-    def keeping(self, image: AdapterImage) -> Iterator[None]:
+    def keeping(self, packed: PackedAdapter) -> Iterator[None]:
         """Keep the shared factors that an adapter needs while others make room for it."""
-        kept = [factor.key for factor in image.factors if factor.key in self._factors]
+        kept = [factor.key for factor in packed.factors if factor.key in self._factors]
         for key in kept:
             self._factors[key].references += 1
         try:
@@ -223,16 +228,16 @@ class Residents:
         self._memory.settle()
         self._ranges.clear()
         for resident in self._placed:
-            resident.own.start = self._run(self._ranges, resident.image.pages)
+            resident.own.start = self._run(self._ranges, resident.packed.pages)
         self._memory.write_map([resident.own.holding.pages for resident in self._placed])
-        self.map_moved += sum(resident.image.pages for resident in self._placed)
+        self.map_moved += sum(resident.packed.pages for resident in self._placed)
         self._shared.clear()
         for factor in sorted(self._factors.values(), key=lambda item: item.start):
-            start = self._run(self._shared, factor.image.pages)
+            start = self._run(self._shared, factor.packed.pages)
             if start != factor.start:
                 factor.start = start
-                self._memory.write_shared(factor.image.buffer, start)
-                self.shared_moved += factor.image.pages
+                self._memory.write_shared(factor.packed.buffer, start)
+                self.shared_moved += factor.packed.pages
         for resident in self._placed:
             self._write_records(resident, at_once=True)  # of adapters that a step may hold
 
@@ -246,12 +251,12 @@ class Residents:
     def _granule(self, window: FactorWindow) -> int:
         return self._factors[window.factor.key].start * PAGE_GRANULES + window.offset
 
-    def _place(self, image: AdapterImage, staged: torch.Tensor) -> Placed:
-        start = self._run(self._ranges, image.pages)
-        placed = Placed(holding=self._pool.allocate(image.pages, payload=image.payload), start=start)
+    def _place(self, packed: PackedAdapter, staged: torch.Tensor) -> Placed:
+        start = self._run(self._ranges, packed.pages)
+        placed = Placed(holding=self._pool.allocate(packed.pages, payload=packed.payload), start=start)
         with ExitStack() as undo:
             undo.callback(self._free, placed)
-            self._memory.write_image(image.buffer, placed.holding.pages, start, staged=staged)
+            self._memory.write_image(packed.buffer, placed.holding.pages, start, staged=staged)
             undo.pop_all()
         return placed
 
@@ -264,7 +269,7 @@ class Residents:
         held.references -= 1
         if not held.references:
             del self._factors[key]
-            self._shared.release(held.start, held.image.pages)
+            self._shared.release(held.start, held.packed.pages)
 
     def _hold_pair(self, pair: tuple[str, str], rank: int) -> None:
         entry = self._pairs.get(pair)
@@ -273,11 +278,11 @@ class Residents:
         entry.references += 1
 
     def _write_records(self, resident: Resident, *, at_once: bool = False) -> None:
-        records = resident.image.records.numpy().copy()
-        pair = resident.image.records.numpy()[:, Field.PAIR]
+        records = resident.packed.records.numpy().copy()
+        pair = resident.packed.records.numpy()[:, Field.PAIR]
         places = records[:, _PLACES]
         records[:, _PLACES] = np.where(places >= 0, places + resident.own.start, places)
-        for number, window in enumerate(resident.image.pairs):
+        for number, window in enumerate(resident.packed.pairs):
             at = pair == number
             records[at, Field.A_OFFSET] = self._granule(window.a)
             records[at, Field.B_OFFSET] = self._granule(window.b)
@@ -285,5 +290,5 @@ class Residents:
         self._memory.write_records(resident.slot, torch.from_numpy(records), at_once=at_once)
 
 
-def _pairs_of(image: AdapterImage) -> set[tuple[str, str]]:
-    return {window.shared for window in image.pairs}
+def _pairs_of(packed: PackedAdapter) -> set[tuple[str, str]]:
+    return {window.shared for window in packed.pairs}

@@ -1,7 +1,7 @@
-"""Small images that come in together: what is written for them is held back, and done by one scatter for all.
+"""Small packed_adapters that come in together: what is written for them is held back, and done by one scatter for all.
 
 One by one, the host's work for each takes longer than its copy. All memory that the scatter needs is taken before the
-first image moves, so that it can't fail for want of memory halfway.
+first packed moves, so that it can't fail for want of memory halfway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Gathered:
     """What is held back. On a CUDA device all of it happens on the stream of the writes.
 
     Args:
-        size: Bytes of all images that may come in.
+        size: Bytes of all packed_adapters that may come in.
         sites: Of the directory.
         device: Where they come in.
     """
@@ -38,22 +38,22 @@ class Gathered:
         self._slots = torch.empty(RECORDS, dtype=torch.int64, device=device)
         self._records = torch.empty(RECORDS, sites, FIELDS, dtype=torch.int32, device=device)
         self._begin = self._used = 0
-        """The part of the staging memory, in bytes, that placed images take."""
+        """The part of the staging memory, in bytes, that placed packed_adapters take."""
         self._staged: torch.Tensor | None = None
-        """The image that came last, about which nothing is decided yet."""
+        """The packed that came last, about which nothing is decided yet."""
         self.buffers: list[torch.Tensor] = []
-        """Of the images that are held back, on the host."""
+        """Of the packed_adapters that are held back, on the host."""
         self._pages: list[torch.Tensor] = []
         self._starts: list[int] = []
         self.waiting: dict[int, torch.Tensor] = {}
         """By slot, the records that were written last."""
 
     def takes(self, size: int) -> bool:
-        """Return whether an image of `size` bytes is small enough, and has room now."""
+        """Return whether an packed of `size` bytes is small enough, and has room now."""
         return self._used + size <= len(self._staging)
 
     def stage(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return an image's place in the staging memory, in which it lies once it was scattered."""
+        """Return an packed's place in the staging memory, in which it lies once it was scattered."""
         self._staged = self._staging[self._used : self._used + len(buffer)]
         return self._staged
 
@@ -62,7 +62,7 @@ class Gathered:
         return staged is not None and staged is self._staged
 
     def place(self, buffer: torch.Tensor, pages: torch.Tensor, start: int) -> None:
-        """Hold back the image that was staged last: its physical pages, and its first entry in the page map."""
+        """Hold back the packed that was staged last: its physical pages, and its first entry in the page map."""
         self._used += len(buffer)
         self.buffers.append(buffer)
         self._pages.append(pages)
@@ -73,7 +73,10 @@ class Gathered:
         self._begin = self._used = 0
 
     def scatter(
-        self, pages: torch.Tensor, page_map: torch.Tensor, directory: torch.Tensor,
+        self,
+        pages: torch.Tensor,
+        page_map: torch.Tensor,
+        directory: torch.Tensor,
         pinned: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Write what was held back so far.
@@ -85,8 +88,8 @@ class Gathered:
             pinned: Returns a copy that a device can read while the host goes on.
         """
         if self._pages:
-            images = self._staging[self._begin : self._used]
-            parts = torch.split(images, [len(buffer) for buffer in self.buffers])
+            packed_adapters = self._staging[self._begin : self._used]
+            parts = torch.split(packed_adapters, [len(buffer) for buffer in self.buffers])
             # one call for all copies, where PyTorch offers it; it has no public name
             torch._foreach_copy_(list(parts), self.buffers, non_blocking=True)
             numbers = torch.cat(self._pages)
@@ -98,7 +101,7 @@ class Gathered:
             self._numbers[held].copy_(pinned(numbers.long()), non_blocking=True)
             self._narrow[held].copy_(pinned(numbers), non_blocking=True)
             page_map.index_copy_(0, self._entries[held], self._narrow[held])
-            whole = images.view(torch.int64).view(len(numbers), -1)
+            whole = packed_adapters.view(torch.int64).view(len(numbers), -1)
             pages.view(torch.int64).index_copy_(0, self._numbers[held], whole)
         for first in range(0, len(self.waiting), RECORDS):  # on one stream, so the next ones may use the same room
             slots = list(self.waiting)[first : first + RECORDS]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from scute_compile.runtime_min.pool.device_memory import DeviceMemory
 from scute_compile.runtime_min.pool.directory import PAGE_BYTES
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage, host_bytes
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, host_bytes
 from scute_compile.runtime_min.pool.pages import PageCounts
 from scute_compile.runtime_min.pool.residents import Residents
 
@@ -25,7 +25,7 @@ class PoolStats:
     factors: Mapping[str, int]
     """Bytes of the pages of each shared factor on the device, by key."""
     host: int
-    """Bytes of all images in host memory."""
+    """Bytes of all packed_adapters in host memory."""
     host_adapters: int
     map_entries: int
     map_in_use: int
@@ -86,14 +86,21 @@ class PoolStats:
 
 
 def stats_of(
-    pages: PageCounts, memory: DeviceMemory, residents: Residents, host: Mapping[str, AdapterImage]
+    pages: PageCounts, memory: DeviceMemory, residents: Residents, host: Mapping[str, PackedAdapter]
 ) -> PoolStats:
     """Return what the parts of a pool hold at this moment."""
     slots, entries = len(memory.directory), len(memory.page_map)
     return PoolStats(
-        pages=pages, slots=slots, slots_in_use=slots - residents.free_slots, adapters=residents.bytes_by_adapter,
+        pages=pages,
+        slots=slots,
+        slots_in_use=slots - residents.free_slots,
+        adapters=residents.bytes_by_adapter,
         factors={factor.key: factor.pages * PAGE_BYTES for factor in residents.factors},
-        host=host_bytes(host.values()), host_adapters=len(host),
-        map_entries=entries, map_in_use=entries - residents.map_free, map_moved=residents.map_moved,
-        shared_pages=len(memory.shared), shared_moved=residents.shared_moved,
+        host=host_bytes(host.values()),
+        host_adapters=len(host),
+        map_entries=entries,
+        map_in_use=entries - residents.map_free,
+        map_moved=residents.map_moved,
+        shared_pages=len(memory.shared),
+        shared_moved=residents.shared_moved,
     )

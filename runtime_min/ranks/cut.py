@@ -81,9 +81,7 @@ def cut_layers(model: torch.nn.Module, rank: int, size: int) -> Mapping[str, Cut
     structure, plain = structure_of(model), linear_layers(model)
     linears = {name: linear for name, linear in structure.linears.items() if name in plain}
     local = _local(structure.model_type, linears)
-    return {
-        name: _cut_layer(plain[name], linear, rank, size, local=name in local) for name, linear in linears.items()
-    }
+    return {name: _cut_layer(plain[name], linear, rank, size, local=name in local) for name, linear in linears.items()}
 
 
 def put_layers(model: torch.nn.Module, cuts: Mapping[str, CutLayer], layers: Mapping[str, torch.nn.Module]) -> None:
@@ -127,7 +125,11 @@ def _cut_layer(plain: torch.nn.Module, linear: Linear, rank: int, size: int, *, 
     adds = bias is not None and (split is not Split.ROW or rank == 0)
     local = local and split in {Split.ROW, Split.COLUMN}
     layer_cut = LayerCut(
-        split=split, inputs=inputs, outputs=outputs, out_features=linear.out_features, arrives_cut=local,
+        split=split,
+        inputs=inputs,
+        outputs=outputs,
+        out_features=linear.out_features,
+        arrives_cut=local,
         leaves_cut=local,
     )
     bias_N = take(bias.detach(), 0, outputs[rank]).clone() if adds and bias is not None else None

@@ -76,19 +76,28 @@ class RankModel:
             artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
             found, held = self._read(name, artifact)
         self.ranks.check_same(name, artifact.manifest.digest, self._device)
-        for site, slots in held.items():
-            self.layers[found[site]].sites[name] = slots
+        for site, tensors in held.items():
+            self.layers[found[site]].sites[name] = tensors
         self._loaded.add(name)
 
     def _read(self, name: str, artifact: Artifact) -> tuple[Mapping[str, str], Mapping[str, RankSite]]:
         """Return the layer of each site, and what this rank holds of it."""
         if name in self._loaded:
-            fail(Code.SC806, where=name, found="an adapter of that name", expected="a new name",
-                 next="unload it first, or load this one under another name")
+            fail(
+                Code.SC806,
+                where=name,
+                found="an adapter of that name",
+                expected="a new name",
+                next="unload it first, or load this one under another name",
+            )
         if artifact.manifest.tp != self.ranks.size:
-            fail(Code.SC801, where=name, found=f"an artifact for tp {artifact.manifest.tp}",
-                 expected=f"tp {self.ranks.size}, on which this model runs",
-                 next=f"compile the adapter again with --tp {self.ranks.size}")
+            fail(
+                Code.SC801,
+                where=name,
+                found=f"an artifact for tp {artifact.manifest.tp}",
+                expected=f"tp {self.ranks.size}, on which this model runs",
+                next=f"compile the adapter again with --tp {self.ranks.size}",
+            )
         found = _layers_of(artifact, self.layers)
         for site, layer in found.items():
             _check_cut(artifact.sites[site], self.layers[layer], name)
@@ -101,18 +110,18 @@ class RankModel:
             layer.sites.pop(name, None)
         self._loaded.remove(name)
 
-    def forward(self, *args: object, adapter_ids: Sequence[str | None], **options: object) -> Any:  # noqa: ANN401 - the model's own output
+    def forward(self, *args: object, adapter_names: Sequence[str | None], **options: object) -> Any:  # noqa: ANN401 - the model's own output
         """Run the model with one adapter id, or None for the base alone, per row of the batch."""
-        with self.using(adapter_ids):
+        with self.using(adapter_names):
             return self.model(*args, **options)
 
     __call__ = forward
 
     @contextmanager
-    def using(self, adapter_ids: Sequence[str | None]) -> Iterator[None]:
+    def using(self, adapter_names: Sequence[str | None]) -> Iterator[None]:
         """Set the adapters of the batch rows for every call of the model inside the block. Raises SC802."""
-        self._check_known([name for name in adapter_ids if name is not None])
-        self._step.set(adapter_ids)
+        self._check_known([name for name in adapter_names if name is not None])
+        self._step.set(adapter_names)
         try:
             with torch.no_grad():
                 yield
@@ -121,18 +130,25 @@ class RankModel:
 
     def _check_known(self, names: Sequence[str]) -> None:
         if unknown := sorted(set(names) - self._loaded):
-            fail(Code.SC802, where="adapter_ids", found=", ".join(f"`{name}`" for name in unknown),
-                 expected=f"{len(self._loaded)} loaded adapters, or None for the base",
-                 next="load the adapter on every rank first")
+            fail(
+                Code.SC802,
+                where="adapter_names",
+                found=", ".join(f"`{name}`" for name in unknown),
+                expected=f"{len(self._loaded)} loaded adapters, or None for the base",
+                next="load the adapter on every rank first",
+            )
 
 
 def _layers_of(artifact: Artifact, layers: Mapping[str, RankLinear]) -> Mapping[str, str]:
     found = reroot(artifact.sites, layers)
     if isinstance(found, Unrooted):
-        fail(Code.SC402, where=artifact.manifest.name,
-             found=f"sites such as `{next(iter(artifact.sites))}`; {found.reason}",
-             expected="the linear layers of this model, such as " + ", ".join(f"`{name}`" for name in list(layers)[:3]),
-             next="load the model that the artifact was compiled for")
+        fail(
+            Code.SC402,
+            where=artifact.manifest.name,
+            found=f"sites such as `{next(iter(artifact.sites))}`; {found.reason}",
+            expected="the linear layers of this model, such as " + ", ".join(f"`{name}`" for name in list(layers)[:3]),
+            next="load the model that the artifact was compiled for",
+        )
     return found.mapping
 
 
@@ -140,7 +156,10 @@ def _check_cut(record: SiteRecord, layer: RankLinear, adapter: str) -> None:
     """Refuse a site that the compiler cut otherwise than this model is cut: another base, or another plan."""
     ours, theirs = (layer.cut.inputs, layer.cut.outputs), (record.inputs, record.outputs)
     if ours != theirs:
-        fail(Code.SC402, where=f"{adapter}: {record.name}",
-             found=f"ranks that hold inputs {theirs[0]} and outputs {theirs[1]}",
-             expected=f"inputs {ours[0]} and outputs {ours[1]}, as this model is cut",
-             next="load the model that the artifact was compiled for, or compile the adapter again")
+        fail(
+            Code.SC402,
+            where=f"{adapter}: {record.name}",
+            found=f"ranks that hold inputs {theirs[0]} and outputs {theirs[1]}",
+            expected=f"inputs {ours[0]} and outputs {ours[1]}, as this model is cut",
+            next="load the model that the artifact was compiled for, or compile the adapter again",
+        )

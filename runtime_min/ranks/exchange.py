@@ -1,6 +1,6 @@
 """What ranks do between shrink and expand where terms are fully sharded, as pools lay these out.
 
-The layout is S-LoRA's (arXiv:2311.03285 section 6), see `scute_compile.runtime_min.oracle.fully_sharded`. What differs here is
+The layout is S-LoRA's (arXiv:2311.03285 section 6), see `runtime_min.oracle.fully_sharded`. What differs here is
 the order of a term's rank: a gather of the ranks' entries brings one of each rank in turn, and the rows of B that a
 pool holds stand in the same order. So the place of an entry follows from its place on its own rank alone, whatever
 adapters a batch mixes, and a gathered intermediate needs nothing but a transposition.
@@ -61,7 +61,7 @@ class TermExchange:
         flat = held[0].reshape(-1) if len(held) == 1 else torch.cat([part.reshape(-1) for part in held])
         lengths = [part.numel() for part in held]
         if self.part is not None:
-            sums = torch.split(self.ranks.add_up(flat, Purpose.ADAPTERS), lengths)
+            sums = torch.split(self.ranks.all_reduce(flat, Purpose.ADAPTERS), lengths)
             return [whole.view(part.shape) for whole, part in zip(sums, held, strict=True)]
         every = torch.split(self.ranks.gather(flat, Purpose.ADAPTERS), lengths, dim=1)
         return [

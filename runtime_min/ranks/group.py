@@ -83,7 +83,9 @@ class RankGroup:
             raise
         if others := self._failed(device, failed=False):
             fail(
-                Code.SC815, where=name, found=f"{len(others)} of {self.size} ranks that refused it: {others}",
+                Code.SC815,
+                where=name,
+                found=f"{len(others)} of {self.size} ranks that refused it: {others}",
                 expected="an adapter that every rank loads",
                 next=f"see what rank {others[0]} says, and load the adapter on all ranks again",
             )
@@ -94,7 +96,9 @@ class RankGroup:
         every = self.gather(own.to(device), Purpose.LOADING)
         if others := (every != every[0]).any(1).nonzero().flatten().tolist():
             fail(
-                Code.SC815, where=name, found=f"another artifact on ranks {others} than on rank 0",
+                Code.SC815,
+                where=name,
+                found=f"another artifact on ranks {others} than on rank 0",
                 expected="one artifact, of which each rank reads its own file",
                 next="give all ranks the same store, and load the adapter on all of them again",
             )
@@ -104,7 +108,7 @@ class RankGroup:
         said = self.gather(torch.tensor([failed], dtype=torch.int32, device=device), Purpose.LOADING)
         return said.flatten().nonzero().flatten().tolist()
 
-    def add_up(self, part: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor, purpose: Purpose) -> torch.Tensor:
         """Return the sum of all ranks' parts, the same on every rank, in the dtype of `part`; may overwrite `part`."""
         if self.size == 1:
             return part

@@ -41,7 +41,7 @@ def shard_scale(
     """
     squares = squared_norms(weight_NK, a_RK, b_RN, c)
     if split is Split.ROW:
-        squares = ranks.add_up(squares, Purpose.LOADING)
+        squares = ranks.all_reduce(squares, Purpose.LOADING)
     return magnitude_N.to(torch.float64) / squares.sqrt()
 
 

@@ -16,7 +16,7 @@ import torch
 from scute_compile.diagnostics import Code, fail
 from scute_compile.ir.expressions import width
 from scute_compile.ir.linear import Split
-from scute_compile.runtime_min.oracle.fully_sharded import ShardedTerm, add_part, shrink_part
+from scute_compile.runtime_min.oracle.fully_sharded import FullyShardedTerm, add_part, shrink_part
 from scute_compile.runtime_min.oracle.site_tensors import RankSite
 from scute_compile.runtime_min.ranks.cut import CutLayer, join_outputs
 from scute_compile.runtime_min.ranks.group import Purpose, RankGroup
@@ -40,8 +40,11 @@ class RankStep:
         """Return which entries of a first dimension of `length` belong to an adapter; it may hold several per row."""
         if length % len(self.rows):
             fail(
-                Code.SC703, where="adapter_ids", found=f"{len(self.rows)} adapter ids for {length} rows",
-                expected="one id per row of the batch", next="pass None for rows that the base serves alone",
+                Code.SC703,
+                where="adapter_names",
+                found=f"{len(self.rows)} adapter ids for {length} rows",
+                expected="one id per row of the batch",
+                next="pass None for rows that the base serves alone",
             )
         key = (adapter, length)
         if key not in self._places:
@@ -80,7 +83,7 @@ class RankLinear(torch.nn.Module):
         out = self._adapted(part, y, touched) if touched else y
         if cut.split is Split.ROW:
             dtype = wide(out) if self.reduce_dtype is None else self.reduce_dtype
-            return self.ranks.add_up(out.to(dtype), Purpose.BASE).to(x.dtype)
+            return self.ranks.all_reduce(out.to(dtype), Purpose.BASE).to(x.dtype)
         out = out.to(x.dtype)
         whole = cut.split is not Split.COLUMN or cut.leaves_cut
         return out if whole else join_outputs(self.ranks.gather(out, Purpose.OUTPUTS), cut)
@@ -93,11 +96,11 @@ class RankLinear(torch.nn.Module):
         hs = self._exchanged(inputs, sites)
         out = y.to(wide(y), copy=True)
         for own_x, rows, site, whole in zip(inputs, places, sites, hs, strict=True):
-            slots, delta_y = site.slots, None
-            if slots.rotation is not None and slots.delta is not None:
-                turned = rotate(own_x, slots.delta, slots.rotation).to(self.weight.dtype)
+            tensors, delta_y = site.tensors, None
+            if tensors.rotation is not None and tensors.delta is not None:
+                turned = rotate(own_x, tensors.delta, tensors.rotation).to(self.weight.dtype)
                 delta_y = torch.nn.functional.linear(turned, self.weight)
-            own = apply_site(out[rows], own_x, delta_y, slots, out_dtype=out.dtype)
+            own = apply_site(out[rows], own_x, delta_y, tensors, out_dtype=out.dtype)
             for h, term in zip(whole, site.sharded, strict=True):
                 own = add_part(own, h, term)
             out[rows] = own
@@ -112,12 +115,12 @@ class RankLinear(torch.nn.Module):
         if self.cut.split is Split.COLUMN:
             whole = iter(self._gathered(parts, [term for _, term in terms]))
         else:
-            flat = self.ranks.add_up(torch.cat([part.flatten() for part in parts]), Purpose.ADAPTERS)
+            flat = self.ranks.all_reduce(torch.cat([part.flatten() for part in parts]), Purpose.ADAPTERS)
             pieces = torch.split(flat, [part.numel() for part in parts])
             whole = iter([piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)])
         return [[next(whole) for _ in site.sharded] for site in sites]
 
-    def _gathered(self, parts: Sequence[torch.Tensor], terms: Sequence[ShardedTerm]) -> list[torch.Tensor]:
+    def _gathered(self, parts: Sequence[torch.Tensor], terms: Sequence[FullyShardedTerm]) -> list[torch.Tensor]:
         """Put the ranks' entries of each intermediate side by side; where ranks hold fewer, they send some zeros."""
         ranks = range(self.ranks.size)
         lengths = [
@@ -128,14 +131,12 @@ class RankLinear(torch.nn.Module):
         flat = torch.cat([part.flatten() for part in parts])
         padded = torch.nn.functional.pad(flat, (0, max(sums) - flat.numel()))
         every = self.ranks.gather(padded, Purpose.ADAPTERS)
-        cuts = [
-            torch.split(every[rank][: sums[rank]], [length[rank] for length in lengths]) for rank in ranks
+        cuts = [torch.split(every[rank][: sums[rank]], [length[rank] for length in lengths]) for rank in ranks]
+        shapes = [
+            [(*part.shape[:-1], stop - start) for start, stop in term.shares]
+            for part, term in zip(parts, terms, strict=True)
         ]
-        shapes = [[(*part.shape[:-1], stop - start) for start, stop in term.shares]
-                  for part, term in zip(parts, terms, strict=True)]
-        return [
-            torch.cat([cuts[rank][i].view(shape[rank]) for rank in ranks], -1) for i, shape in enumerate(shapes)
-        ]
+        return [torch.cat([cuts[rank][i].view(shape[rank]) for rank in ranks], -1) for i, shape in enumerate(shapes)]
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

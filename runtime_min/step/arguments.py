@@ -97,25 +97,25 @@ def features_of(plan: StepPlan, *, whole_granules: bool) -> Features:
 
 
 def fixed_features(
-    capacity: Capacity, *, slots: int, prefill: bool, whole_granules: bool, plain: bool = False
+    capacity: Capacity, *, max_adapters: int, prefill: bool, whole_granules: bool, plain: bool = False
 ) -> Features:
     """Return what every step within a capacity may need: for graphs that are captured or compiled once.
 
     Args:
         capacity: Of the step's buffers.
-        slots: Most adapters of a step.
+        max_adapters: Most adapters of a step.
         prefill: Which form.
         whole_granules: Whether every rotation block's width is a multiple of a granule.
         plain: Whether no step has a shared pair or turns an input.
     """
-    blocks = 0 if plain else min(capacity.tokens, capacity.tokens // PAIR_TOKENS + min(capacity.pairs, slots))
+    blocks = 0 if plain else min(capacity.tokens, capacity.tokens // PAIR_TOKENS + min(capacity.pairs, max_adapters))
     return Features(
         owned=True,
         shared=not plain,
         rotated=0 if plain else capacity.rotated,
         whole_granules=whole_granules,
         prefill=prefill,
-        tiles=capacity.tokens // TILE_TOKENS + min(slots, capacity.tokens) + 1 if prefill else 0,
+        tiles=capacity.tokens // TILE_TOKENS + min(max_adapters, capacity.tokens) + 1 if prefill else 0,
         programs=max(1, capacity.ranks // OWNED_ROWS),
         shared_programs=blocks * -(-capacity.pair_ranks // PAIR_RANKS),
         segments=capacity.tokens,

@@ -17,18 +17,27 @@ from scute_compile.ir.program import RotationKind
 from scute_compile.runtime_min.pool.directory import Field
 from scute_compile.runtime_min.pool.read_back import read_field
 from scute_compile.runtime_min.ranks.exchange import TermExchange
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots, apply_site, expand, rotate, shrink, wide
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors, apply_site, expand, rotate, shrink, wide
 from scute_compile.runtime_min.step.arguments import Features, Gemm, PoolTensors, Product, capacity_of
 from scute_compile.runtime_min.step.plan import StepRegions
 
 
 @torch.library.custom_op("scute::adapted_linear", mutates_args=(), device_types="cpu")
 def adapted_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
-    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
-    capacity: Sequence[int], features: Sequence[int],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pages: torch.Tensor,
+    page_map: torch.Tensor,
+    directory: torch.Tensor,
+    shared: torch.Tensor,
+    step: torch.Tensor,
+    first_site: int,
+    widths: Sequence[int],
+    capacity: Sequence[int],
+    features: Sequence[int],
 ) -> torch.Tensor:
-    """Return the output of one fused GEMM, each row with its adapter's slots.
+    """Return the output of one fused GEMM, each row with its adapter's tensors.
 
     **Semantics**: rows without an adapter are `x @ weight.T + bias`; the others are `apply_site` of each slice.
 
@@ -38,7 +47,7 @@ def adapted_linear(
         bias: `(N,)` or None.
         pages: The resident pool's pages; this and the next three as `DeviceMemory` holds them.
         page_map: int32.
-        directory: int32 `(slots, sites, 16)`.
+        directory: int32 `(tensors, sites, 16)`.
         shared: Shared factors.
         step: The step's metadata, int32: `StepBuffers.device_copy`.
         first_site: Index of the first slice's site in the directory.
@@ -65,7 +74,11 @@ def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 def adapted_output(
-    x: torch.Tensor, multiply: Product, tables: PoolTensors, step: StepRegions, gemm: Gemm,
+    x: torch.Tensor,
+    multiply: Product,
+    tables: PoolTensors,
+    step: StepRegions,
+    gemm: Gemm,
     exchange: TermExchange | None = None,
 ) -> torch.Tensor:
     """Return the adapted output `(T, N)` of one fused GEMM that the caller multiplies: the reference.
@@ -80,23 +93,23 @@ def adapted_output(
     """
     y = multiply(x, biased=True)
     row_slot = step.region("row_slot")[: len(x)]
-    held: list[tuple[torch.Tensor, slice, SiteSlots]] = []
-    for slot in dict.fromkeys(row_slot[row_slot >= 0].tolist()):  # rows stand alike on all ranks, slots may not
+    held: list[tuple[torch.Tensor, slice, SiteTensors]] = []
+    for slot in dict.fromkeys(row_slot[row_slot >= 0].tolist()):  # rows stand alike on all ranks, tensors may not
         rows = (row_slot == slot).nonzero().flatten()
         start = 0
         for site, width in enumerate(gemm.widths, gemm.first_site):
-            slots = read_site(tables, slot, site, (x.shape[1], width), shares=exchange.shares if exchange else 1)
-            if slots is not None:
-                held.append((rows, slice(start, start + width), slots))
+            tensors = read_site(tables, slot, site, (x.shape[1], width), shares=exchange.shares if exchange else 1)
+            if tensors is not None:
+                held.append((rows, slice(start, start + width), tensors))
             start += width
-    hs = [shrink(x[rows], term.a, term.d) for rows, _, slots in held for term in slots.terms]
+    hs = [shrink(x[rows], term.a, term.d) for rows, _, tensors in held for term in tensors.terms]
     whole = iter(exchange.complete(hs) if exchange else hs)
-    for rows, part, slots in held:
-        delta_y = _delta(x[rows], multiply, slots)
+    for rows, part, tensors in held:
+        delta_y = _delta(x[rows], multiply, tensors)
         delta_y = None if delta_y is None else delta_y[:, part]
-        vectors = replace(slots, terms=())
+        vectors = replace(tensors, terms=())
         out = apply_site(y[rows, part], x[rows], delta_y, vectors, out_dtype=wide(y, x))
-        for term in slots.terms:
+        for term in tensors.terms:
             out = out + expand(next(whole), term.b, term.e)
         y[rows, part] = out.to(y.dtype)
     return y
@@ -104,9 +117,18 @@ def adapted_output(
 
 @adapted_linear.register_fake
 def _(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
-    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
-    capacity: Sequence[int], features: Sequence[int],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pages: torch.Tensor,
+    page_map: torch.Tensor,
+    directory: torch.Tensor,
+    shared: torch.Tensor,
+    step: torch.Tensor,
+    first_site: int,
+    widths: Sequence[int],
+    capacity: Sequence[int],
+    features: Sequence[int],
 ) -> torch.Tensor:
     del bias, pages, page_map, directory, shared, step, first_site, widths, capacity, features
     return x.new_empty((x.shape[0], weight.shape[0]))
@@ -114,9 +136,18 @@ def _(
 
 @adapted_linear.register_kernel("cuda")
 def _(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
-    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
-    capacity: Sequence[int], features: Sequence[int],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pages: torch.Tensor,
+    page_map: torch.Tensor,
+    directory: torch.Tensor,
+    shared: torch.Tensor,
+    step: torch.Tensor,
+    first_site: int,
+    widths: Sequence[int],
+    capacity: Sequence[int],
+    features: Sequence[int],
 ) -> torch.Tensor:
     tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
     regions = StepRegions(capacity_of(capacity), step)
@@ -132,7 +163,10 @@ def _kernels() -> ModuleType:
         from scute_compile.runtime_min.step import launch
     except ModuleNotFoundError as error:
         fail(
-            Code.SC701, where="the runtime on a GPU", found=f"no module named {error.name!r}", expected="triton",
+            Code.SC701,
+            where="the runtime on a GPU",
+            found=f"no module named {error.name!r}",
+            expected="triton",
             next="`pip install triton`, or serve on the CPU",
         )
     return launch
@@ -140,9 +174,19 @@ def _kernels() -> ModuleType:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it unannotated
 def exchanged_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
-    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
-    capacity: Sequence[int], features: Sequence[int], exchange: TermExchange,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pages: torch.Tensor,
+    page_map: torch.Tensor,
+    directory: torch.Tensor,
+    shared: torch.Tensor,
+    step: torch.Tensor,
+    first_site: int,
+    widths: Sequence[int],
+    capacity: Sequence[int],
+    features: Sequence[int],
+    exchange: TermExchange,
 ) -> torch.Tensor:
     """Return the output of one layer whose terms are fully sharded; arguments as for `adapted_linear`.
 
@@ -161,7 +205,7 @@ def exchanged_linear(
 
 def read_site(
     tables: PoolTensors, slot: int, site: int, size: tuple[int, int], *, shares: int = 1
-) -> SiteSlots | None:
+) -> SiteTensors | None:
     """Return an adapter's tensors at one site as the directory leads to them; None where it doesn't touch the site.
 
     Args:
@@ -178,26 +222,29 @@ def read_site(
         return read_field(tables, slot, site, field, shape) if record[field] >= 0 else None
 
     rank, block = record[Field.RANK], record[Field.R_BLOCK]
-    terms: tuple[TermSlots, ...] = ()
+    terms: tuple[TermTensors, ...] = ()
     if rank > 0:
         a, b = (
             read_field(tables, slot, site, field, shape)
             for field, shape in ((Field.A_OFFSET, (rank // shares, inputs)), (Field.B_OFFSET, (rank, outputs)))
         )
-        terms = (TermSlots(a=a, b=b, d=read(Field.D_OFFSET, rank // shares), e=read(Field.E_OFFSET, outputs)),)
+        terms = (TermTensors(a=a, b=b, d=read(Field.D_OFFSET, rank // shares), e=read(Field.E_OFFSET, outputs)),)
     delta, rotation = None, None
     if record[Field.R_OFFSET] >= 0:
         blocks = 1 if record[Field.R_SHARED] else inputs // block
         rotation = RotationKind.DIAGONAL if block == 1 else RotationKind.BLOCKS
         delta = read(Field.R_OFFSET, *((inputs,) if block == 1 else (blocks, block, block)))
-    slots = SiteSlots(
-        rotation=rotation, delta=delta, ds=read(Field.DS_OFFSET, outputs), b=read(Field.SHIFT_OFFSET, outputs),
+    tensors = SiteTensors(
+        rotation=rotation,
+        delta=delta,
+        ds=read(Field.DS_OFFSET, outputs),
+        b=read(Field.SHIFT_OFFSET, outputs),
         terms=terms,
     )
-    return slots if terms or any(value is not None for value in (delta, slots.ds, slots.b)) else None
+    return tensors if terms or any(value is not None for value in (delta, tensors.ds, tensors.b)) else None
 
 
-def _delta(x: torch.Tensor, multiply: Product, slots: SiteSlots) -> torch.Tensor | None:
-    if slots.rotation is None or slots.delta is None:
+def _delta(x: torch.Tensor, multiply: Product, tensors: SiteTensors) -> torch.Tensor | None:
+    if tensors.rotation is None or tensors.delta is None:
         return None
-    return multiply(rotate(x, slots.delta, slots.rotation), biased=False)
+    return multiply(rotate(x, tensors.delta, tensors.rotation), biased=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from scute_compile.diagnostics import Code, fail
-from scute_compile.runtime_min.pool.leases import SlotFacts
+from scute_compile.runtime_min.pool.leases import ResidentFacts
 
 OWNED_ROWS = 1
 """Rows of A per program of the decode shrink; of 1, 2 and 4 the best over the four fused sites on an H200."""
@@ -54,15 +54,22 @@ class Capacity:
         t = self.tokens
         blocks = t // PAIR_TOKENS + self.pairs + 1
         lengths = {
-            "counts": 4, "row_slot": t, "pair": PAIR_FIELDS * self.pairs, "rot_position": t,
+            "counts": 4,
+            "row_slot": t,
+            "pair": PAIR_FIELDS * self.pairs,
+            "rot_position": t,
             "rotated": 2 * max(1, self.rotated),
         }
         if self.prefill:
             lengths |= {"row_h": t, "seg_rows": t, "tile": 4 * (t // TILE_TOKENS + t + 1)}
         else:
             lengths |= {
-                "segment": 4 * t, "tall": 4 * max(1, self.tall), "work": 4 * (t + self.ranks // OWNED_ROWS + 1),
-                "swork": 4 * blocks * -(-self.pair_ranks // PAIR_RANKS), "block": 4 * blocks, "pair_rows": t,
+                "segment": 4 * t,
+                "tall": 4 * max(1, self.tall),
+                "work": 4 * (t + self.ranks // OWNED_ROWS + 1),
+                "swork": 4 * blocks * -(-self.pair_ranks // PAIR_RANKS),
+                "block": 4 * blocks,
+                "pair_rows": t,
                 "pair_slots": t,
             }
         start, regions = 0, {}
@@ -95,7 +102,7 @@ class StepPlan:
 
 
 def plan_step(
-    rows: Sequence[int], facts: Mapping[int, SlotFacts], pairs: Sequence[Sequence[int]], capacity: Capacity
+    rows: Sequence[int], facts: Mapping[int, ResidentFacts], pairs: Sequence[Sequence[int]], capacity: Capacity
 ) -> StepPlan:
     """Lay out one step in the form that its buffers are for.
 
@@ -116,21 +123,32 @@ def plan_step(
     turned = [row for row, slot in enumerate(rows) if slot >= 0 and facts[slot].rotated]
     form, ranks = _prefill(segments, facts, len(rows)) if capacity.prefill else _decode(segments, facts, rows)
     regions: dict[str, Sequence[int]] = {
-        "row_slot": rows, "pair": [value for pair in pairs for value in pair],
-        "rot_position": _positions(turned, len(rows)), "rotated": [v for row in turned for v in (row, rows[row])],
+        "row_slot": rows,
+        "pair": [value for pair in pairs for value in pair],
+        "rot_position": _positions(turned, len(rows)),
+        "rotated": [v for row in turned for v in (row, rows[row])],
         **form,
     }
     _check(regions, capacity, ranks)
-    return StepPlan(regions=regions, tokens=len(rows), owned=ranks > 0,
-                    shared=any(facts[slot].pair >= 0 for slot in by_slot), rotated=len(turned),
-                    tiles=_records(regions, "tile"), work=_records(regions, "work"),
-                    shared_work=_records(regions, "swork"), segments=_records(regions, "segment"),
-                    blocks=_records(regions, "block"), tall=_records(regions, "tall"), ranks=ranks,
-                    prefill=capacity.prefill)
+    return StepPlan(
+        regions=regions,
+        tokens=len(rows),
+        owned=ranks > 0,
+        shared=any(facts[slot].pair >= 0 for slot in by_slot),
+        rotated=len(turned),
+        tiles=_records(regions, "tile"),
+        work=_records(regions, "work"),
+        shared_work=_records(regions, "swork"),
+        segments=_records(regions, "segment"),
+        blocks=_records(regions, "block"),
+        tall=_records(regions, "tall"),
+        ranks=ranks,
+        prefill=capacity.prefill,
+    )
 
 
 def _prefill(
-    segments: Sequence[Segment], facts: Mapping[int, SlotFacts], rows: int
+    segments: Sequence[Segment], facts: Mapping[int, ResidentFacts], rows: int
 ) -> tuple[dict[str, Sequence[int]], int]:
     """Return tiles of one adapter's tokens, and the sum of the rows' ranks, those of shared pairs too."""
     row_h, position = [0] * rows, 0
@@ -139,12 +157,15 @@ def _prefill(
         for row in members:
             row_h[row] = position
             position += rank
-    return {"row_h": row_h, "seg_rows": [row for _, members in segments for row in members],
-            "tile": _tiles(segments)}, position
+    return {
+        "row_h": row_h,
+        "seg_rows": [row for _, members in segments for row in members],
+        "tile": _tiles(segments),
+    }, position
 
 
 def _decode(
-    segments: Sequence[Segment], facts: Mapping[int, SlotFacts], rows: Sequence[int]
+    segments: Sequence[Segment], facts: Mapping[int, ResidentFacts], rows: Sequence[int]
 ) -> tuple[dict[str, Sequence[int]], int]:
     """Return records of work, each with all that a program needs to begin, and the sum of the rows' own ranks."""
     work: list[int] = []
@@ -172,7 +193,7 @@ def _decode(
     }, position
 
 
-def _owns(facts: SlotFacts) -> bool:
+def _owns(facts: ResidentFacts) -> bool:
     """Return whether a segment of its own has anything to do at some site."""
     return facts.pair < 0 or facts.beside_pair
 
@@ -199,7 +220,7 @@ def _tiles(segments: Sequence[Segment]) -> list[int]:
     return tiles
 
 
-def _shared(rows: Sequence[int], facts: Mapping[int, SlotFacts]) -> dict[str, list[int]]:
+def _shared(rows: Sequence[int], facts: Mapping[int, ResidentFacts]) -> dict[str, list[int]]:
     by_pair: dict[int, list[int]] = {}
     for row, slot in enumerate(rows):
         if slot >= 0 and facts[slot].pair >= 0:
@@ -222,7 +243,9 @@ def _check(regions: Mapping[str, Sequence[int]], capacity: Capacity, ranks: int)
     for name, values in regions.items():
         if len(values) > layout[name][1] or ranks > capacity.ranks:
             fail(
-                Code.SC804, where=name, found=f"{len(values)} entries, ranks adding up to {ranks}",
+                Code.SC804,
+                where=name,
+                found=f"{len(values)} entries, ranks adding up to {ranks}",
                 expected=f"at most {layout[name][1]} entries and ranks of {capacity.ranks}",
                 next="split the batch, or make the runtime with a larger capacity",
             )

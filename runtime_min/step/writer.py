@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.runtime_min.pool.directory import Field, values_per_granule
-from scute_compile.runtime_min.pool.leases import SlotFacts
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage
+from scute_compile.runtime_min.pool.leases import ResidentFacts
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import capacity_numbers, features_of, fixed_features
 from scute_compile.runtime_min.step.layer import StepState
@@ -35,21 +35,21 @@ class LoadedFacts:
     """Whether every rotation block's width is a multiple of a granule; diagonals count as whole."""
 
     @classmethod
-    def of(cls, image: AdapterImage) -> LoadedFacts:
-        """Read the facts off an image's records."""
-        records = image.records
+    def of(cls, packed: PackedAdapter) -> LoadedFacts:
+        """Read the facts off an packed's records."""
+        records = packed.records
         turned = records[:, Field.R_OFFSET] >= 0
         touched = turned | (records[:, Field.RANK] > 0)
         touched |= (records[:, Field.DS_OFFSET] >= 0) | (records[:, Field.SHIFT_OFFSET] >= 0)
         blocks = set(records[turned, Field.R_BLOCK].tolist()) - {1}
-        pair_rank = max((pair.rank for pair in image.pairs), default=0)
+        pair_rank = max((pair.rank for pair in packed.pairs), default=0)
         return cls(
             sites=frozenset(touched.nonzero().flatten().tolist()),
             terms=frozenset((records[:, Field.RANK] > 0).nonzero().flatten().tolist()),
-            rank=max(image.own_rank, pair_rank),
+            rank=max(packed.own_rank, pair_rank),
             pair_rank=pair_rank,
-            rotated=image.rotated,
-            whole_granules=all(block % values_per_granule(image.dtype) == 0 for block in blocks),
+            rotated=packed.rotated,
+            whole_granules=all(block % values_per_granule(packed.dtype) == 0 for block in blocks),
         )
 
 
@@ -57,12 +57,12 @@ class LoadedFacts:
 class StepSizes:
     """How large a step may be."""
 
-    max_tokens: int
-    max_rows: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
     """Most tokens of the decode form."""
-    max_rank: int
+    max_lora_rank: int
     """Ranks per token that the buffers hold from the start."""
-    slots: int
+    max_adapters: int
     fixed: bool
     """Whether every step is launched alike, whatever its adapters."""
     shares: int = 1
@@ -79,7 +79,7 @@ class StepWriter:
         self._written: dict[bool, tuple[int, ...]] = {}
         self._features: dict[bool, list[int]] = {}
         self._slots: Mapping[str, int] | None = None
-        self._facts: Mapping[int, SlotFacts] = {}
+        self._facts: Mapping[int, ResidentFacts] = {}
         self._pairs: tuple[tuple[int, ...], ...] = ()
         self._whole_granules = True
         self.fit(())
@@ -90,10 +90,10 @@ class StepWriter:
         held = [buffers.capacity for buffers in self._buffers.values()]
         self._whole_granules = all(one.whole_granules for one in facts)
         shares = self.sizes.shares
-        rank = -(-max([1, self.sizes.max_rank, *(one.rank for one in facts)]) // shares) * shares
+        rank = -(-max([1, self.sizes.max_lora_rank, *(one.rank for one in facts)]) // shares) * shares
         pair_rank = max([16, *(one.pair_rank for one in facts), *(capacity.pair_ranks for capacity in held)])
         rotated = any(one.rotated for one in facts) or any(capacity.rotated for capacity in held)
-        for prefill, tokens in ((True, self.sizes.max_tokens), (False, self.sizes.max_rows)):
+        for prefill, tokens in ((True, self.sizes.max_num_batched_tokens), (False, self.sizes.max_num_seqs)):
             before = self._buffers.get(prefill)
             capacity = Capacity(
                 tokens=tokens,
@@ -123,11 +123,13 @@ class StepWriter:
         self._state.tokens = tokens
         if self._slots is None:
             return
-        if tokens > self.sizes.max_tokens:
+        if tokens > self.sizes.max_num_batched_tokens:
             fail(
-                Code.SC804, where="a step", found=f"{tokens} tokens",
-                expected=f"at most {self.sizes.max_tokens}, for which the model was wrapped",
-                next="split the batch, shorten the prompts, or wrap the model with a larger max_tokens",
+                Code.SC804,
+                where="a step",
+                found=f"{tokens} tokens",
+                expected=f"at most {self.sizes.max_num_batched_tokens}, for which the model was wrapped",
+                next="split the batch, shorten the prompts, or wrap the model with a larger max_num_batched_tokens",
             )
         rows = tuple(-1 if name is None else self._slots[name] for name in adapters)
         prefill = self._is_prefill(rows)
@@ -138,7 +140,10 @@ class StepWriter:
             self._written[prefill] = rows
             if self.sizes.fixed:
                 features = fixed_features(
-                    buffers.capacity, slots=self.sizes.slots, prefill=prefill, whole_granules=self._whole_granules
+                    buffers.capacity,
+                    max_adapters=self.sizes.max_adapters,
+                    prefill=prefill,
+                    whole_granules=self._whole_granules,
                 )
             else:
                 features = features_of(plan, whole_granules=self._whole_granules)
@@ -149,7 +154,7 @@ class StepWriter:
 
     def _is_prefill(self, rows: Sequence[int]) -> bool:
         """Whether tiles of many tokens serve a step better; fixed steps go by their size alone."""
-        if len(rows) > self.sizes.max_rows:
+        if len(rows) > self.sizes.max_num_seqs:
             return True
         counts = Counter(rows)
         del counts[-1]

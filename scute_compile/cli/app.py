@@ -321,7 +321,10 @@ def _fault(arguments: Sequence[str], error: Exception) -> int:
 
 def _usage_error(message: str) -> Diagnostic:
     return Diagnostic(
-        code=Code.SC703, where="the command line", found=message, expected="a command with its own options",
+        code=Code.SC703,
+        where="the command line",
+        found=message,
+        expected="a command with its own options",
         next="see `scute --help`, or `scute COMMAND --help`",
     )
 
@@ -330,7 +333,10 @@ def _internal(arguments: Sequence[str], error: Exception) -> int:
     if os.environ.get("SCUTE_DEBUG"):
         raise error
     fault = Diagnostic(
-        code=Code.SC705, where=type(error).__name__, found=printable(error), expected="no fault of Scute's own",
+        code=Code.SC705,
+        where=type(error).__name__,
+        found=printable(error),
+        expected="no fault of Scute's own",
         next="report it, with the input that leads to it",
     )
     return _report(arguments, (fault,))

@@ -44,8 +44,11 @@ def other_target(artifact: Artifact, asked: Asked) -> tuple[Diagnostic, ...]:
     ):
         if wanted is not None and wanted != own:
             findings.error(
-                code, where=manifest.name, found=f"an artifact compiled with {option} {own}",
-                expected=f"{option} {wanted}, as asked for", next=f"compile the adapter again with {option} {wanted}",
+                code,
+                where=manifest.name,
+                found=f"an artifact compiled with {option} {own}",
+                expected=f"{option} {wanted}, as asked for",
+                next=f"compile the adapter again with {option} {wanted}",
             )
     return tuple(findings)
 
@@ -62,7 +65,9 @@ def other_base(artifact: Artifact, base: OpenBase) -> tuple[Diagnostic, ...]:
     for part, wanted, found in hashes:
         if wanted != found:
             findings.error(
-                Code.SC608, where=artifact.manifest.name, found=f"{part} hash {found[:12]} of {base.checkpoint.source}",
+                Code.SC608,
+                where=artifact.manifest.name,
+                found=f"{part} hash {found[:12]} of {base.checkpoint.source}",
                 expected=f"{wanted[:12]}, recorded for a {recorded.model_type}",
                 next="pass the base that it was compiled for, or compile the adapter again",
             )
@@ -80,7 +85,9 @@ def other_sources(artifact: Artifact, adapter: AdapterFolder) -> tuple[Diagnosti
     findings = Findings()
     if changed:
         findings.note(
-            Code.SC609, where=artifact.manifest.name, found=f"other bytes in {', '.join(changed)} of {adapter.path}",
+            Code.SC609,
+            where=artifact.manifest.name,
+            found=f"other bytes in {', '.join(changed)} of {adapter.path}",
             expected="the files that the artifact was compiled from",
             next="compile the adapter again, or pass the folder that it was compiled from",
         )

@@ -34,8 +34,13 @@ def compile_adapters(
 ) -> tuple[Outcome, ...]:
     """Plan every adapter, pack those that can be exact, and report on all in the order given."""
     if name and len(sources) > 1:
-        fail(Code.SC703, where="--name", found=f"--name with {len(sources)} adapters", expected="one adapter",
-             next="leave --name out; each artifact takes its folder's name")
+        fail(
+            Code.SC703,
+            where="--name",
+            found=f"--name with {len(sources)} adapters",
+            expected="one adapter",
+            next="leave --name out; each artifact takes its folder's name",
+        )
     if name and (name != Path(name).name or name.startswith(".") or name == "factors"):
         fail(Code.SC703, where="--name", found=name, expected="a plain folder name", next="choose another name")
     done: dict[int, Outcome] = {}
@@ -88,8 +93,13 @@ def _own_base(source: str) -> str:
 
     said = open_adapter(source).config.get("base_model_name_or_path")
     if not isinstance(said, str) or not said:
-        fail(Code.SC406, where=source, found=f"base_model_name_or_path = {said!r} and no --base",
-             expected="a base model", next="pass the base with --base")
+        fail(
+            Code.SC406,
+            where=source,
+            found=f"base_model_name_or_path = {said!r} and no --base",
+            expected="a base model",
+            next="pass the base with --base",
+        )
     return said
 
 
@@ -116,8 +126,11 @@ def _without_clashes(planned: Mapping[int, Planned]) -> dict[int, Planned]:
 def _clash(item: Planned) -> Planned:
     findings = Findings(list(item.findings))
     findings.error(
-        Code.SC607, where=item.source, found=f"the name `{item.name}` more than once in this call, or reserved",
-        expected="one name per adapter", next="rename the folders, or compile them in calls of their own with --name",
+        Code.SC607,
+        where=item.source,
+        found=f"the name `{item.name}` more than once in this call, or reserved",
+        expected="one name per adapter",
+        next="rename the folders, or compile them in calls of their own with --name",
     )
     return replace(item, program=None, findings=tuple(findings))
 
@@ -196,8 +209,13 @@ def _check_artifact(source: str, base: OpenBase | None, asked: Asked) -> Outcome
     findings = other_base(artifact, base) if base else ()
     findings += other_target(artifact, asked)
     manifest = artifact.manifest
-    return Outcome(path=source, name=manifest.name, method=manifest.method.value, findings=findings,
-                   details=(("sites", len(manifest.sites)),))
+    return Outcome(
+        path=source,
+        name=manifest.name,
+        method=manifest.method.value,
+        findings=findings,
+        details=(("sites", len(manifest.sites)),),
+    )
 
 
 def _opened_as_asked(source: str, base: str | None, asked: Asked) -> Artifact:
@@ -300,7 +318,10 @@ def run_prompts(
         from scute_compile.cli.run.continuation import BaseModel, run
     except ModuleNotFoundError as error:
         fail(
-            Code.SC701, where="run", found=f"no module named {error.name!r}", expected="torch and transformers",
+            Code.SC701,
+            where="run",
+            found=f"no module named {error.name!r}",
+            expected="torch and transformers",
             next="`pip install torch peft`, or run on another machine",
         )
     if opened.checkpoint.path is None:

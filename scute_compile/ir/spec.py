@@ -19,8 +19,12 @@ def terms_fit_their_site(site: Site) -> Iterator[str]:
     for term in site.terms:
         if term.a.rank != term.b.rank:
             yield f"A has rank {term.a.rank}, B has rank {term.b.rank}"
-        wanted = ((term.a.value, (term.rank, inputs)), (term.b.value, (term.rank, outputs)),
-                  (term.d, (term.rank,)), (term.e, (outputs,)))
+        wanted = (
+            (term.a.value, (term.rank, inputs)),
+            (term.b.value, (term.rank, outputs)),
+            (term.d, (term.rank,)),
+            (term.e, (outputs,)),
+        )
         # a size of 0 is unknown: an adapter looked at without its base
         known = ((value, shape) for value, shape in wanted if value is not None and 0 not in shape)
         yield from (f"{value} is not {shape}" for value, shape in known if value.shape != shape)

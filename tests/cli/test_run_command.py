@@ -185,8 +185,18 @@ def test_tokens_are_greedy_whatever_the_base_asks_for(
     one = made("lora")
     folder = changed(base, tmp_path, "generation_config.json", **ASKS[what])
     ran = scute(
-        "run", "--base", folder, "--adapter", f"lora={one.artifact}", "--prompt", f"lora:{PROMPTS['lora']}",
-        "--prompt", f":{PROMPTS['base']}", "--max-new-tokens", 6, "--json",
+        "run",
+        "--base",
+        folder,
+        "--adapter",
+        f"lora={one.artifact}",
+        "--prompt",
+        f"lora:{PROMPTS['lora']}",
+        "--prompt",
+        f":{PROMPTS['base']}",
+        "--max-new-tokens",
+        6,
+        "--json",
     )
     assert ran.code == 0, ran.err
     models = (peft_model("llama", one).base_model.model, load_base("llama", base))

@@ -17,7 +17,7 @@ from rich.console import Console
 from scute_compile.cli.app import main
 from scute_compile.cli.demo.report import DemoReport
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "demo.svg"
 ROOMS = ("scute_compile", "passes", "passes/parse", "formats", "runtime_min", "runtime_min/kernels", "runtime_vllm")

@@ -75,7 +75,8 @@ def test_the_serving_page_has_every_setting_of_the_plugin() -> None:
 
 def test_the_serving_page_quotes_what_is_said() -> None:
     source = "".join(
-        path.read_text(encoding="utf-8") for room in ("runtime_vllm", "runtime_min", "formats", "scute_compile")
+        path.read_text(encoding="utf-8")
+        for room in ("runtime_vllm", "runtime_min", "formats", "scute_compile")
         for path in sorted((ROOT / room).glob("*.py"))
     )
     quoted = [

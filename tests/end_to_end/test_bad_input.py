@@ -106,9 +106,27 @@ def test_any_damage_to_the_tensor_file_is_answered(data: st.DataObject, adapter:
         _answers(folder, base)
 
 
-HEADER_VALUES: st.SearchStrategy[object] = st.sampled_from([
-    None, -1, 0, 7, 2**63, "F32", "F99", [], [0], [4, 0], [0, 2**62], [64, 8, 1], [-8, 64], {}, "x", 1.5, True,
-])
+HEADER_VALUES: st.SearchStrategy[object] = st.sampled_from(
+    [
+        None,
+        -1,
+        0,
+        7,
+        2**63,
+        "F32",
+        "F99",
+        [],
+        [0],
+        [4, 0],
+        [0, 2**62],
+        [64, 8, 1],
+        [-8, 64],
+        {},
+        "x",
+        1.5,
+        True,
+    ]
+)
 
 
 @given(data=st.data())

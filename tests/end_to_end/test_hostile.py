@@ -72,12 +72,18 @@ REFUSED: dict[str, tuple[str, tuple[Edit, ...], str, str]] = {
     "tensors of two adapters": ("lora", (_named_by("other", r"layers\.0.*lora_[AB]"),), "SC301", "`other`"),
     "the head among the targets, without tensors": ("lora", (_with_lm_head_among_targets,), "SC319", "lm_head"),
     "biases on B that the configuration denies": (
-        "lora-bias-on-b", (configured(lora_bias=False),), "SC310", "lora_bias",
+        "lora-bias-on-b",
+        (configured(lora_bias=False),),
+        "SC310",
+        "lora_bias",
     ),
     "no biases on B where the configuration has them": ("lora", (configured(lora_bias=True),), "SC305", "lora_B.bias"),
     "a bias that PEFT doesn't know": ("lora", (configured(bias="weird"),), "SC205", "bias"),
     "a layers_pattern that is no pattern": (
-        "lora", (configured(layers_to_transform=[0, 1], layers_pattern="("),), "SC205", "layers_pattern",
+        "lora",
+        (configured(layers_to_transform=[0, 1], layers_pattern="("),),
+        "SC205",
+        "layers_pattern",
     ),
     "embeddings of a resized vocabulary": ("lora", (_with_a_larger_vocabulary,), "SC312", "resized"),
     "a copy of the head in eight bits": ("lora", (_with_a_head_in_eight_bits,), "SC403", "I8"),
@@ -249,7 +255,9 @@ def test_an_adapter_that_adalora_pruned_keeps_its_scale(base_folder: Folder, tmp
         }
 
     cut: tuple[Edit, ...] = (
-        pruned, changed("lora_[AE]", lambda tensor: tensor[:2]), changed("lora_B", lambda tensor: tensor[:, :2]),
+        pruned,
+        changed("lora_[AE]", lambda tensor: tensor[:2]),
+        changed("lora_B", lambda tensor: tensor[:, :2]),
     )
     folder = _edited(tmp_path / "saved", tmp_path / "adapter", *cut)
     assert verified(compiled(folder, base, tmp_path / "store"), folder, base)["relative_error"] < FLOAT32

@@ -20,7 +20,7 @@ from scute_compile.formats.manifest import manifest_digest, schema_text
 from tests.support.artifacts import Written, rewrite_manifest, write_artifact
 
 Json = Any  # a manifest as a test edits it
-SCHEMA = Path(__file__).parents[1] / "formats" / "manifest.schema.json"
+SCHEMA = Path(__file__).parents[2] / "formats" / "manifest.schema.json"
 
 
 def drawn(*shape: int) -> torch.Tensor:

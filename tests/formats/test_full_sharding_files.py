@@ -20,7 +20,7 @@ from scute_compile.ir.linear import Split
 from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.model.ranks import serve_rank
 from scute_compile.runtime_min.model.served_model import ServedModel
-from scute_compile.runtime_min.pool.directory import SiteSlot
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.fully_sharded import check_met
 from scute_compile.runtime_min.pool.reading import read_adapter
 from scute_compile.runtime_min.ranks.exchange import TermExchange
@@ -56,33 +56,63 @@ def test_a_term_is_divided_along_the_axis_that_the_site_leaves_whole() -> None:
 def column_site(tp: int) -> Written:
     """A term with d and e, of a rank that no number of ranks here divides, beside the site's own vectors."""
     slots = {
-        "ds": drawn(64, seed=1), "b": drawn(64, seed=2), "A0": drawn(5, 64, seed=3), "B0": drawn(5, 64, seed=4),
-        "d0": 1 + drawn(5, seed=5), "e0": 1 + drawn(64, seed=6),
+        "ds": drawn(64, seed=1),
+        "b": drawn(64, seed=2),
+        "A0": drawn(5, 64, seed=3),
+        "B0": drawn(5, 64, seed=4),
+        "d0": 1 + drawn(5, seed=5),
+        "e0": 1 + drawn(64, seed=6),
     }
-    return Written(name="model.layers.0.self_attn.q_proj", in_features=64, out_features=64, slots=slots,
-                   rows=list(map(list, shares(5, tp))))
+    return Written(
+        name="model.layers.0.self_attn.q_proj",
+        in_features=64,
+        out_features=64,
+        slots=slots,
+        rows=list(map(list, shares(5, tp))),
+    )
 
 
 def shared_site(tp: int) -> Written:
     """Windows of factors that are wider than the site."""
     slots = {
-        "A0": drawn(3, 80, seed=12), "B0": drawn(3, 24, seed=13), "d0": 1 + drawn(3, seed=14), "e0": drawn(16, seed=15),
+        "A0": drawn(3, 80, seed=12),
+        "B0": drawn(3, 24, seed=13),
+        "d0": 1 + drawn(3, seed=14),
+        "e0": drawn(16, seed=15),
     }
     outputs = [[[8 * (2 * rank // tp), 8 * (2 * rank // tp) + 8]] for rank in range(tp)]
-    return Written(name="model.layers.1.self_attn.v_proj", in_features=64, out_features=16, slots=slots,
-                   shared=frozenset({"A0", "B0"}), outputs=outputs, rows=list(map(list, shares(3, tp))))
+    return Written(
+        name="model.layers.1.self_attn.v_proj",
+        in_features=64,
+        out_features=16,
+        slots=slots,
+        shared=frozenset({"A0", "B0"}),
+        outputs=outputs,
+        rows=list(map(list, shares(3, tp))),
+    )
 
 
 def row_site(tp: int, *, shared: bool) -> Written:
     """A turned, scaled and shifted site with d and e, whose outputs are divided unevenly."""
     slots = {
-        "dR": drawn(160, seed=21), "ds": drawn(64, seed=23), "b": drawn(64, seed=24), "A0": drawn(4, 160, seed=25),
-        "B0": drawn(4, 70 if shared else 64, seed=26), "d0": 1 + drawn(4, seed=27), "e0": 1 + drawn(64, seed=28),
+        "dR": drawn(160, seed=21),
+        "ds": drawn(64, seed=23),
+        "b": drawn(64, seed=24),
+        "A0": drawn(4, 160, seed=25),
+        "B0": drawn(4, 70 if shared else 64, seed=26),
+        "d0": 1 + drawn(4, seed=27),
+        "e0": 1 + drawn(64, seed=28),
     }
     edges = [0, 10, *[30 + rank for rank in range(tp - 2)], 64]
-    return Written(name=f"model.layers.{int(shared)}.mlp.down_proj", in_features=160, out_features=64, slots=slots,
-                   split="row", shared=frozenset({"A0", "B0"}) if shared else frozenset(),
-                   columns=[[edges[i], edges[i + 1]] for i in range(tp)])
+    return Written(
+        name=f"model.layers.{int(shared)}.mlp.down_proj",
+        in_features=160,
+        out_features=64,
+        slots=slots,
+        split="row",
+        shared=frozenset({"A0", "B0"}) if shared else frozenset(),
+        columns=[[edges[i], edges[i + 1]] for i in range(tp)],
+    )
 
 
 def sites(tp: int) -> list[Written]:
@@ -97,8 +127,12 @@ def test_every_slot_is_computed_as_the_formula_says(
     artifact = write_artifact(tmp_path, sites(tp), tp=tp)
     expected = by_hand(model, sites(tp))
     assert (logits(model, {"one": artifact}, ["one"] * 4) - expected).abs().max() < CLOSE
-    moved = write_artifact(tmp_path, [replace(site, slots={**site.slots, "d0": site.slots["d0"].flip(0)})
-                                      for site in sites(tp)], name="other", tp=tp)
+    moved = write_artifact(
+        tmp_path,
+        [replace(site, slots={**site.slots, "d0": site.slots["d0"].flip(0)}) for site in sites(tp)],
+        name="other",
+        tp=tp,
+    )
     assert (logits(model, {"one": moved}, ["one"] * 4) - expected).abs().max() > 100 * CLOSE
 
 
@@ -158,7 +192,7 @@ def test_pools_refuse_what_they_would_serve_in_part(pair: Pair, tmp_path: Path) 
         read_adapter(other, sites_of(other), torch.float32, tp=2, sharding=LoraSharding.FULL)
     assert "compile the adapter again with --lora-sharding full" in str(refused.value)
     with pytest.raises(ScuteError, match="SC801"):
-        ServedModel(load_base("llama", base), slots=1, num_pages=512).load("one", artifact)
+        ServedModel(load_base("llama", base), max_adapters=1, num_pages=512).load_adapter("one", artifact)
 
 
 @pytest.mark.parametrize(
@@ -191,15 +225,15 @@ def test_a_model_whose_layers_do_not_meet_takes_no_divided_terms(pair: Pair, tmp
     options = ("--tp", 2, "--lora-sharding", "full", "--dtype", "float32")
     artifact = compiled(adapter, base, tmp_path, *options)
     model = load_base("llama", base)
-    served = ServedModel(model, slots=1, num_pages=512, tp=2, exchanges={})
+    served = ServedModel(model, max_adapters=1, num_pages=512, tp=2, exchanges={})
     with pytest.raises(ScuteError, match="SC812"):
-        served.load("one", artifact)
+        served.load_adapter("one", artifact)
     other = compiled(adapter, base, tmp_path / "three", "--tp", 4, *options[2:])
     with pytest.raises(ScuteError, match="SC801"):
-        served.load("one", other)
+        served.load_adapter("one", other)
     served.remove()
     with pytest.raises(ScuteError, match="SC703"):
-        serve_rank(model, lora_sharding="half", slots=1, num_pages=512)
+        serve_rank(model, lora_sharding="half", max_adapters=1, num_pages=512)
 
 
 def test_pools_serve_what_has_no_terms(pair: Pair, tmp_path: Path) -> None:
@@ -209,7 +243,7 @@ def test_pools_serve_what_has_no_terms(pair: Pair, tmp_path: Path) -> None:
     assert read_adapter(artifact, sites_of(artifact), torch.float32, tp=2, convert=True).payload > 0
 
 
-def slots_of(artifact: Artifact, rank: int) -> list[SiteSlot]:
+def slots_of(artifact: Artifact, rank: int) -> list[DirectoryEntry]:
     """The layers as a rank's pool sees them: a row-parallel one in parts."""
     found = []
     for record in artifact.manifest.sites:
@@ -218,22 +252,25 @@ def slots_of(artifact: Artifact, rank: int) -> list[SiteSlot]:
         for part in TermExchange(ranks=RankGroup(), part=own).parts(outputs):
             shape = outputs if part is None else part[1] - part[0]
             found.append(
-                SiteSlot(name=record.name, in_features=inputs, out_features=shape, gemm=record.gemm, part=part)
+                DirectoryEntry(name=record.name, in_features=inputs, out_features=shape, gemm=record.gemm, part=part)
             )
     return found
 
 
 @pytest.mark.parametrize("recipe", ["lora", "vera"])
 def test_ranks_hold_nothing_twice(recipe: str, pair: Pair, tmp_path: Path) -> None:
-    """All ranks' images together are as large as the factors that the sites use, once."""
+    """All ranks' packed_adapters together are as large as the factors that the sites use, once."""
     adapter, base = pair(recipe, "llama")
     options = ("--tp", 2, "--dtype", "float32", "--lora-sharding", "full")
     artifact = open_artifact(compiled(adapter, base, tmp_path / "store", *options))
-    images = [
+    packed_adapters = [
         read_adapter(artifact, slots_of(artifact, rank), torch.float32, tp=2, rank=rank, sharding=LoraSharding.FULL)
         for rank in range(2)
     ]
-    own, shared = (sum(image.payload for image in images), sum(f.payload for image in images for f in image.factors))
+    own, shared = (
+        sum(packed.payload for packed in packed_adapters),
+        sum(f.payload for packed in packed_adapters for f in packed.factors),
+    )
     terms = [(site, term) for site in artifact.manifest.sites for term in site.terms]
     if recipe == "lora":
         assert (own, shared) == (sum(4 * term.rank * (site.in_features + site.out_features) for site, term in terms), 0)

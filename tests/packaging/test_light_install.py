@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.commands import compiled
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PLANNING = ("numpy", "pydantic", "regex", "rich", "typer", "huggingface_hub", "safetensors")
 
 pytestmark = pytest.mark.skipif(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("passes", "formats", "runtime_min", "runtime_vllm")
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("passes", "pack", "formats", "runtime_min", "runtime_vllm")
 NOT_SHIPPED = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scute_compile.ir.program import RotationKind
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots, add_terms, apply_site, expand, rotate, shrink
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors, add_terms, apply_site, expand, rotate, shrink
 
 TOKENS, INPUTS, OUTPUTS, RANK, BLOCK = 5, 12, 10, 3, 4
 # A sum of n products in float64 errs by at most n eps relative to its absolute terms, which are below 100 here.
@@ -21,13 +21,13 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 X, W, BETA = drawn(TOKENS, INPUTS), drawn(INPUTS, OUTPUTS, seed=1), drawn(OUTPUTS, seed=2)
 BLOCKS, DIAGONAL = drawn(INPUTS // BLOCK, BLOCK, BLOCK, seed=3), drawn(INPUTS, seed=4)
-FULL = SiteSlots(
+FULL = SiteTensors(
     rotation=RotationKind.BLOCKS,
     delta=BLOCKS,
     ds=drawn(OUTPUTS, seed=5),
     b=drawn(OUTPUTS, seed=6),
     terms=tuple(
-        TermSlots(
+        TermTensors(
             a=drawn(RANK + k, INPUTS, seed=7 + k),
             b=drawn(RANK + k, OUTPUTS, seed=9 + k),
             d=drawn(RANK + k, seed=11 + k),
@@ -38,7 +38,7 @@ FULL = SiteSlots(
 )
 
 
-def formula(slots: SiteSlots, x: torch.Tensor = X) -> torch.Tensor:
+def formula(slots: SiteTensors, x: torch.Tensor = X) -> torch.Tensor:
     """`((x R) W + beta) * s + b + sum_k ((((x A_k) * d_k) B_k) * e_k)`, with every slot spelled out."""
     turn = torch.eye(INPUTS, dtype=torch.float64)
     if slots.delta is not None:
@@ -52,7 +52,7 @@ def formula(slots: SiteSlots, x: torch.Tensor = X) -> torch.Tensor:
     return out
 
 
-def computed(slots: SiteSlots, x: torch.Tensor = X) -> torch.Tensor:
+def computed(slots: SiteTensors, x: torch.Tensor = X) -> torch.Tensor:
     delta_y = None
     if slots.delta is not None and slots.rotation is not None:
         delta_y = rotate(x, slots.delta, slots.rotation) @ W
@@ -81,7 +81,7 @@ def test_an_absent_slot_is_the_identity_and_a_dropped_one_changes_the_result(slo
 
 
 def test_a_diagonal_rotation_scales_the_inputs() -> None:
-    slots = SiteSlots(rotation=RotationKind.DIAGONAL, delta=DIAGONAL)
+    slots = SiteTensors(rotation=RotationKind.DIAGONAL, delta=DIAGONAL)
     assert (computed(slots) - formula(slots)).abs().max() < CLOSE
 
 
@@ -102,7 +102,7 @@ def test_any_number_of_leading_dimensions_is_the_same_as_rows() -> None:
 
 
 def test_terms_read_the_input_that_is_not_rotated() -> None:
-    only = SiteSlots(rotation=RotationKind.BLOCKS, delta=BLOCKS, terms=FULL.terms)
+    only = SiteTensors(rotation=RotationKind.BLOCKS, delta=BLOCKS, terms=FULL.terms)
     turned = X + rotate(X, BLOCKS, RotationKind.BLOCKS)
     wrong = add_terms(turned @ W + BETA, turned, FULL.terms)
     assert (computed(only) - formula(only)).abs().max() < CLOSE
@@ -111,7 +111,7 @@ def test_terms_read_the_input_that_is_not_rotated() -> None:
 
 def test_half_precision_inputs_are_computed_wide_and_rounded_once() -> None:
     x = X.to(torch.bfloat16)
-    slots = SiteSlots(ds=torch.full((OUTPUTS,), 2.0**-10, dtype=torch.bfloat16))
+    slots = SiteTensors(ds=torch.full((OUTPUTS,), 2.0**-10, dtype=torch.bfloat16))
     y = torch.full((TOKENS, OUTPUTS), 256.0, dtype=torch.float32)
     kept = apply_site(y, x, None, slots, out_dtype=torch.float32)
     # 1 + 2^-10 rounds to 1 in bfloat16: a runtime that forms s there loses it.
@@ -122,5 +122,5 @@ def test_half_precision_inputs_are_computed_wide_and_rounded_once() -> None:
 
 
 def test_a_term_of_rank_zero_adds_nothing() -> None:
-    empty = TermSlots(a=drawn(0, INPUTS), b=drawn(0, OUTPUTS))
+    empty = TermTensors(a=drawn(0, INPUTS), b=drawn(0, OUTPUTS))
     assert torch.equal(add_terms(X @ W, X, (empty,)), X @ W)

@@ -198,9 +198,7 @@ class Engine:
     ) -> tuple[tuple[Answer, ...], tuple[str, ...]]:
         """Answer rows; after a few steps other things happen. Returns what each act was refused with, "" for none."""
         sent = [[name, asdict(value) if isinstance(value, Adapter) else value] for name, value in acts]
-        answers, said = self.ask(
-            "meanwhile", rows=[asdict(row) for row in rows], tokens=tokens, steps=steps, acts=sent
-        )
+        answers, said = self.ask("meanwhile", rows=[asdict(row) for row in rows], tokens=tokens, steps=steps, acts=sent)
         return _answers(rows, answers), tuple(one.get("refused", "") for one in said)
 
     def load(self, adapter: Adapter) -> bool:

@@ -11,17 +11,17 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_vllm.loading import _check_engine, _load
 
 if TYPE_CHECKING:
-    from scute_compile.runtime_vllm.adapter_manager import AdapterSlots
+    from scute_compile.runtime_vllm.adapter_manager import AdapterManager
 
 REQUEST = SimpleNamespace(lora_name="tenant", lora_path="nowhere", lora_int_id=1)
 
 
-def slots_of(*options: str, splits_steps: bool = False) -> AdapterSlots:
+def slots_of(*options: str, splits_steps: bool = False) -> AdapterManager:
     """Return an engine's slots as far as these checks read them; `options` are those of LoRA that are on."""
     names = ("fully_sharded_loras", "enable_tower_connector_lora")
     config = SimpleNamespace(**{name: name in options for name in names})
     return cast(
-        "AdapterSlots",
+        "AdapterManager",
         SimpleNamespace(lora_config=config, splits_steps=splits_steps, options=SimpleNamespace(stock_kernels=False)),
     )
 

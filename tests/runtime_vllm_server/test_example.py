@@ -21,8 +21,12 @@ def test_the_example_prints_the_answer_of_every_adapter_and_leaves_nothing(
     folder = tmp_path_factory.mktemp("x")  # short, as names of sockets are
     places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "vllm" / "serve.py"], env=os.environ | places, capture_output=True,
-        text=True, check=False, timeout=600,
+        [sys.executable, ROOT / "examples" / "vllm" / "serve.py"],
+        env=os.environ | places,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     shown = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]

@@ -52,8 +52,15 @@ def server(adapters: dict[str, Compiled], tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("server")
     at_start = {name: adapters[name].artifact for name in AT_START}
     with serving(
-        adapters[LATER].base, at_start, folder / "log", "--max-loras", "4", "--max-cpu-loras",
-        str(IN_MEMORY), "--max-lora-rank", "16",
+        adapters[LATER].base,
+        at_start,
+        folder / "log",
+        "--max-loras",
+        "4",
+        "--max-cpu-loras",
+        str(IN_MEMORY),
+        "--max-lora-rank",
+        "16",
     ) as running:
         yield running
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from scute_compile.ir.program import RotationKind
-from scute_compile.runtime_min.pool.directory import SiteSlot
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.packed_adapter import (
-    AdapterImage,
+    PackedAdapter,
     PairWindow,
     SharedTerm,
     SiteContent,
@@ -18,7 +18,7 @@ from scute_compile.runtime_min.pool.packed_adapter import (
     pack_factor,
     window_of,
 )
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 
 Draw = Callable[..., torch.Tensor]
 METHODS = ("lora", "dora", "ia3", "oft", "vera", "adalora")
@@ -39,7 +39,7 @@ LLAMA_8B = Shape(hidden=4096, keys=1024, inner=14336, layers=32)
 SMOLLM2_135M = Shape(hidden=576, keys=192, inner=1536, layers=30)
 
 
-def sites_of(shape: Shape) -> tuple[SiteSlot, ...]:
+def sites_of(shape: Shape) -> tuple[DirectoryEntry, ...]:
     """Return the seven projections of every layer, fused ones side by side."""
     h, k, i = shape.hidden, shape.keys, shape.inner
     layer = (
@@ -52,7 +52,7 @@ def sites_of(shape: Shape) -> tuple[SiteSlot, ...]:
         ("mlp.down_proj", i, h, "down"),
     )
     return tuple(
-        SiteSlot(
+        DirectoryEntry(
             name=f"model.layers.{number}.{name}", in_features=inputs, out_features=outputs, gemm=f"{number}.{gemm}"
         )
         for number in range(shape.layers)
@@ -61,7 +61,7 @@ def sites_of(shape: Shape) -> tuple[SiteSlot, ...]:
 
 
 def pair_of(
-    sites: Sequence[SiteSlot], rank: int, dtype: torch.dtype, *, seed: int = 0, pin: bool = False
+    sites: Sequence[DirectoryEntry], rank: int, dtype: torch.dtype, *, seed: int = 0, pin: bool = False
 ) -> PairWindow:
     """Return one VeRA pair as wide as the widest site, as PEFT shares it among all layers."""
     generator = torch.Generator().manual_seed(seed)
@@ -75,7 +75,7 @@ def pair_of(
 
 def tenant(
     method: str,
-    sites: Sequence[SiteSlot],
+    sites: Sequence[DirectoryEntry],
     dtype: torch.dtype,
     *,
     rank: int = 16,
@@ -83,7 +83,7 @@ def tenant(
     pair: PairWindow | None = None,
     seed: int = 0,
     pin: bool = False,
-) -> AdapterImage:
+) -> PackedAdapter:
     """Return an adapter of `METHODS` on all sites; IA3 as PEFT's defaults place it, on k, v and the MLP.
 
     Values are small enough that a model with it stays finite. VeRA needs a `pair`.
@@ -97,23 +97,23 @@ def tenant(
     for site in sites:
         if method == "ia3" and not site.name.endswith(("k_proj", "v_proj", "up_proj")):
             continue
-        slots, shared = _slots(method, site, draw, rank=rank, block=block), None
+        tensors, shared = _slots(method, site, draw, rank=rank, block=block), None
         if method == "vera":
             if pair is None:
                 raise ValueError("VeRA needs a pair")
             shared = SharedTerm(pair=pair, d=draw(pair.rank), e=draw(site.out_features))
         contents[site.name] = SiteContent(
-            in_features=site.in_features, out_features=site.out_features, slots=slots, shared=shared
+            in_features=site.in_features, out_features=site.out_features, tensors=tensors, shared=shared
         )
     return pack_adapter(f"{method}-{seed}", sites, contents, dtype, pin=pin)
 
 
-def _slots(method: str, site: SiteSlot, draw: Draw, *, rank: int, block: int) -> SiteSlots:
+def _slots(method: str, site: DirectoryEntry, draw: Draw, *, rank: int, block: int) -> SiteTensors:
     if method in ("lora", "dora", "adalora"):
-        term = TermSlots(a=draw(rank, site.in_features), b=draw(rank, site.out_features))
-        return SiteSlots(terms=(term,), ds=draw(site.out_features) if method == "dora" else None)
+        term = TermTensors(a=draw(rank, site.in_features), b=draw(rank, site.out_features))
+        return SiteTensors(terms=(term,), ds=draw(site.out_features) if method == "dora" else None)
     if method == "ia3":
-        return SiteSlots(ds=draw(site.out_features))
+        return SiteTensors(ds=draw(site.out_features))
     if method == "oft":
-        return SiteSlots(rotation=RotationKind.BLOCKS, delta=draw(site.in_features // block, block, block))
-    return SiteSlots()
+        return SiteTensors(rotation=RotationKind.BLOCKS, delta=draw(site.in_features // block, block, block))
+    return SiteTensors()

@@ -19,7 +19,7 @@ PRELOADED = [
     "transformers",
     "transformers.models.llama.modeling_llama",
 ]
-ROOT = str(Path(__file__).parent.parent)
+ROOT = str(Path(__file__).parents[2])
 Answer = dict[str, torch.Tensor]
 Work = Callable[..., Answer]
 

@@ -43,7 +43,13 @@ def _compile(adapter: Path, base: Path, store: Path, *options: object) -> None:
 
 def served(base: str, folder: Path, **options: object) -> ServedModel:
     """A tiny base in float32, ready for adapters."""
-    chosen: dict[str, Any] = {"slots": 12, "num_pages": 4096, "shared_pages": 256, "max_tokens": 512, **options}
+    chosen: dict[str, Any] = {
+        "max_adapters": 12,
+        "num_pages": 4096,
+        "shared_pages": 256,
+        "max_num_batched_tokens": 512,
+        **options,
+    }
     return ServedModel(load_base(base, folder), **chosen)
 
 
@@ -74,5 +80,5 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor, base: torch.Tensor)
 
 def logits_of(model: ServedModel, ids: torch.Tensor, adapters: Sequence[str | None]) -> torch.Tensor:
     """Logits of one batch."""
-    out: torch.Tensor = model.forward(ids, adapters=adapters).logits
+    out: torch.Tensor = model.forward(ids, adapter_names=adapters).logits
     return out

@@ -165,7 +165,10 @@ def _check_packages() -> None:
         import transformers
     except ModuleNotFoundError as error:
         fail(
-            Code.SC701, where="demo", found=f"no module named {error.name!r}", expected="torch, transformers and peft",
+            Code.SC701,
+            where="demo",
+            found=f"no module named {error.name!r}",
+            expected="torch, transformers and peft",
             next="`pip install torch peft`; check, inspect, explain-folds and cost work without",
         )
     del peft, torch, transformers
@@ -181,11 +184,21 @@ def _folder(out: Path | None) -> Iterator[Path]:
         out.mkdir(parents=True, exist_ok=True)
         held = next(out.iterdir(), None)
     except OSError as error:
-        fail(Code.SC109, where=str(out), found=error.strerror or str(error), expected="a folder that can be written",
-             next="choose another folder")
+        fail(
+            Code.SC109,
+            where=str(out),
+            found=error.strerror or str(error),
+            expected="a folder that can be written",
+            next="choose another folder",
+        )
     if held is not None:
-        fail(Code.SC703, where="--out", found=f"`{out}` holds `{held.name}` already", expected="a new or empty folder",
-             next="choose another folder")
+        fail(
+            Code.SC703,
+            where="--out",
+            found=f"`{out}` holds `{held.name}` already",
+            expected="a new or empty folder",
+            next="choose another folder",
+        )
     yield out
 
 
@@ -212,7 +225,7 @@ def _compared(base: Path, adapters: dict[str, Path], artifacts: dict[str, Artifa
     model = load_model(base)
     plain = logprobs(model, ids)
     with AdaptedModel(model, artifacts) as adapted:
-        ours = logprobs(adapted, ids, adapter_ids=names)
+        ours = logprobs(adapted, ids, adapter_names=names)
     rows = []
     for row, name in enumerate(names):
         theirs = peft_logprobs(base, adapters[name], ids[row : row + 1])[0] if name else plain[row]

@@ -173,7 +173,9 @@ def notes_of(records: Sequence[Mapping[str, object]], where: str) -> tuple[Note,
 def _refuse_glob(glob: str, known: Sequence[str]) -> None:
     samples = [group.items[0] for group in grouped(known)][:SAMPLES]
     fail(
-        Code.SC703, where="--site", found=f"`{glob}` matches none of {_counted(len(known), 'site')}",
+        Code.SC703,
+        where="--site",
+        found=f"`{glob}` matches none of {_counted(len(known), 'site')}",
         expected=f"a pattern for whole site names, such as {' or '.join(f'`{x}`' for x in samples) or '`*`'}",
         next="begin the pattern with `*` to match a name's end, as in `*q_proj`, and quote it for the shell",
     )

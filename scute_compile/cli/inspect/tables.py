@@ -94,8 +94,13 @@ def _sites(report: InspectReport, width: int) -> Table:
         site = group.items[0]
         held = dict(site.bytes)
         _add(
-            table, group.label, f"{group.size}", _known(site.in_features), _known(site.out_features),
-            ", ".join(map(str, site.ranks)), ", ".join(slot.slot for slot in site.slots),
+            table,
+            group.label,
+            f"{group.size}",
+            _known(site.in_features),
+            _known(site.out_features),
+            ", ".join(map(str, site.ranks)),
+            ", ".join(slot.slot for slot in site.slots),
             *(readable(max(held[x])) if x in held else "?" for x in _dtypes(report)),
         )
     return table

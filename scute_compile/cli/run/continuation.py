@@ -59,7 +59,9 @@ def run(
         return _run(base, artifacts, prompts, max_new_tokens=max_new_tokens, say=say)
     except torch.OutOfMemoryError as error:
         fail(
-            Code.SC814, where=base.source, found=" ".join(str(error).split())[:200],
+            Code.SC814,
+            where=base.source,
+            found=" ".join(str(error).split())[:200],
             expected="room for the base, its adapters and the batch",
             next="end other programs on the device, run fewer or shorter prompts, or hide the device to run on the CPU",
         )
@@ -76,20 +78,27 @@ def _run(
     model = load_model(base.folder, dtype=dtype).to(device)
     _check_tokens(base, model, tokens, max_new_tokens)
     served = ServedModel(
-        model, slots=max(1, len(artifacts)), num_pages=_pages(rank.bytes for one in artifacts.values()
-                                                              for rank in one.manifest.ranks),
+        model,
+        max_adapters=max(1, len(artifacts)),
+        num_pages=_pages(rank.bytes for one in artifacts.values() for rank in one.manifest.ranks),
         shared_pages=_pages(factor.bytes for one in artifacts.values() for factor in one.manifest.factors),
-        max_tokens=len(tokens) * max(map(len, tokens)), max_rows=len(tokens), base_structure=base.structure,
+        max_num_batched_tokens=len(tokens) * max(map(len, tokens)),
+        max_num_seqs=len(tokens),
+        base_structure=base.structure,
     )
     for name, artifact in artifacts.items():
-        served.load(name, artifact)
+        served.load_adapter(name, artifact)
     ends, pad = _ends(model, tokenizer), _pad(model, tokenizer)
     model.generation_config = _greedy(ends)
     ids, mask = _padded(tokens, pad)
     stream = _Stream(tokenizer, rows=len(tokens), ends=ends, say=say)
     served.generate(
-        ids.to(device), adapters=[prompt.adapter for prompt in prompts], attention_mask=mask.to(device),
-        max_new_tokens=max_new_tokens, pad_token_id=pad, streamer=stream,
+        ids.to(device),
+        adapter_names=[prompt.adapter for prompt in prompts],
+        attention_mask=mask.to(device),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        streamer=stream,
     )
     return tuple(
         Answer(prompt=prompt, text=text, tokens=tuple(made))
@@ -147,25 +156,44 @@ def _tokenizer(base: BaseModel) -> Any:  # noqa: ANN401 - transformers' own clas
 def _encoded(tokenizer: Any, prompt: Prompt) -> list[int]:  # noqa: ANN401 - likewise
     tokens: list[int] = tokenizer(prompt.text)["input_ids"]
     if not tokens:
-        fail(Code.SC703, where="--prompt", found=f"`{prompt.text}`, which is no token", expected="at least one token",
-             next="write a longer prompt")
+        fail(
+            Code.SC703,
+            where="--prompt",
+            found=f"`{prompt.text}`, which is no token",
+            expected="at least one token",
+            next="write a longer prompt",
+        )
     return tokens
 
 
 def _check_tokens(base: BaseModel, model: Any, tokens: Sequence[Sequence[int]], new: int) -> None:  # noqa: ANN401 - likewise
     if not model.can_generate():
-        fail(Code.SC402, where=base.source, found=f"a {type(model).__name__}, which continues no text",
-             expected="a causal language model", next="name the model with its head")
+        fail(
+            Code.SC402,
+            where=base.source,
+            found=f"a {type(model).__name__}, which continues no text",
+            expected="a causal language model",
+            next="name the model with its head",
+        )
     vocabulary = _vocabulary(model)
     if (largest := max(map(max, tokens))) >= vocabulary:
-        fail(Code.SC703, where=base.source, found=f"a tokenizer whose token {largest} stands in a prompt",
-             expected=f"tokens below {vocabulary}, which the model knows",
-             next="put the model's own tokenizer beside it")
+        fail(
+            Code.SC703,
+            where=base.source,
+            found=f"a tokenizer whose token {largest} stands in a prompt",
+            expected=f"tokens below {vocabulary}, which the model knows",
+            next="put the model's own tokenizer beside it",
+        )
     length = max(map(len, tokens)) + new
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and length > limit:
-        fail(Code.SC703, where="--prompt", found=f"{length} tokens with those to come", expected=f"at most {limit}",
-             next="shorten the longest prompt, or ask for fewer tokens with --max-new-tokens")
+        fail(
+            Code.SC703,
+            where="--prompt",
+            found=f"{length} tokens with those to come",
+            expected=f"at most {limit}",
+            next="shorten the longest prompt, or ask for fewer tokens with --max-new-tokens",
+        )
 
 
 def _pages(sizes: Iterable[int]) -> int:

@@ -107,32 +107,57 @@ def parse_request(adapters: Sequence[str], prompts: Sequence[str]) -> RunRequest
         name, equals, artifact = word.partition("=")
         if not (name and equals and artifact) or name == BASE or ":" in name:
             findings.error(
-                Code.SC703, where="--adapter", found=word, expected=f"NAME=ARTIFACT, with a name other than `{BASE}`",
+                Code.SC703,
+                where="--adapter",
+                found=word,
+                expected=f"NAME=ARTIFACT, with a name other than `{BASE}`",
                 next="write --adapter NAME=FOLDER once per adapter",
             )
         elif name in named:
-            findings.error(Code.SC703, where="--adapter", found=f"the name `{name}` twice", expected="one name each",
-                           next="choose another name")
+            findings.error(
+                Code.SC703,
+                where="--adapter",
+                found=f"the name `{name}` twice",
+                expected="one name each",
+                next="choose another name",
+            )
         if name and equals:
             named.setdefault(name, artifact)
     rows = []
     for word in prompts:
         name, colon, text = word.partition(":")
         if not (colon and text):
-            findings.error(Code.SC703, where="--prompt", found=word or "an empty word", expected="NAME:TEXT, or :TEXT",
-                           next="write --prompt NAME:TEXT once per prompt")
+            findings.error(
+                Code.SC703,
+                where="--prompt",
+                found=word or "an empty word",
+                expected="NAME:TEXT, or :TEXT",
+                next="write --prompt NAME:TEXT once per prompt",
+            )
         elif not _is_text(text):
-            findings.error(Code.SC703, where="--prompt", found=f"{text:.80}, which holds bytes that are no UTF-8",
-                           expected="text", next="write the prompt in UTF-8")
+            findings.error(
+                Code.SC703,
+                where="--prompt",
+                found=f"{text:.80}, which holds bytes that are no UTF-8",
+                expected="text",
+                next="write the prompt in UTF-8",
+            )
         elif name not in ("", BASE) and name not in named:
             findings.error(
-                Code.SC802, where=name, found="a prompt for an adapter that isn't given",
+                Code.SC802,
+                where=name,
+                found="a prompt for an adapter that isn't given",
                 expected="one of " + ", ".join(f"`{known}`" for known in (*named, BASE)),
                 next=f"add --adapter {name}=ARTIFACT, correct the name, or begin with `:` for the base alone",
             )
         rows.append(Prompt(adapter=None if name in ("", BASE) else name, text=text))
     if not rows:
-        findings.error(Code.SC703, where="--prompt", found="no prompt", expected="at least one",
-                       next="write --prompt NAME:TEXT, or --prompt :TEXT for the base alone")
+        findings.error(
+            Code.SC703,
+            where="--prompt",
+            found="no prompt",
+            expected="at least one",
+            next="write --prompt NAME:TEXT, or --prompt :TEXT for the base alone",
+        )
     findings.raise_if_errors()
     return RunRequest(adapters=tuple(named.items()), prompts=tuple(rows))

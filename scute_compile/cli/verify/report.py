@@ -52,7 +52,8 @@ class VerifyReport:
         if not self.result.comparable:
             return self.result.reason
         return Diagnostic(
-            code=Code.SC704, where=self.artifact,
+            code=Code.SC704,
+            where=self.artifact,
             found=f"mean error {self.result.mean_abs_logprob_error:.3g} of an effect of "
             f"{self.result.mean_abs_adapter_effect:.3g}",
             expected=f"at most {self.allowed:.3g}",
@@ -103,7 +104,9 @@ def verify(artifact: Artifact, adapter: str, base: OpenBase, tokens: int) -> Ver
         from scute_compile.runtime_min.oracle.verification import verify as compare
     except ModuleNotFoundError as error:
         fail(
-            Code.SC701, where="verify", found=f"no module named {error.name!r}",
+            Code.SC701,
+            where="verify",
+            found=f"no module named {error.name!r}",
             expected="torch, transformers and peft",
             next="`pip install torch peft`, or verify on another machine",
         )

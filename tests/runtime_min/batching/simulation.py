@@ -75,8 +75,9 @@ def simulate(policy: Policy, capacity: Capacity, times: ServiceTimes, workload: 
     raise AssertionError("somebody waits for ever")
 
 
-def first_tokens(capacity: Capacity, times: ServiceTimes, now: float, queue: Sequence[Waiting],
-                 running: Sequence[Running]) -> dict[int, float]:
+def first_tokens(
+    capacity: Capacity, times: ServiceTimes, now: float, queue: Sequence[Waiting], running: Sequence[Running]
+) -> dict[int, float]:
     """When each of a queue gets its first token in the order of arrival, step by step: slow, plain, with no policy."""
     inside = [(one.new_left, one.adapter, one.cache_tokens, one.prompt_left) for one in running]
     left, found = list(queue), dict[int, float]()
@@ -89,7 +90,7 @@ def first_tokens(capacity: Capacity, times: ServiceTimes, now: float, queue: Seq
             if (
                 len(inside) >= capacity.requests
                 or cache > capacity.cache_tokens
-                or len(names - {None}) > capacity.slots
+                or len(names - {None}) > capacity.max_adapters
             ):
                 break
             inside.append((one.new_tokens, one.adapter, one.cache_tokens, one.prompt_tokens))
@@ -104,8 +105,13 @@ def first_tokens(capacity: Capacity, times: ServiceTimes, now: float, queue: Seq
 
 def _running(member: _Inside) -> Running:
     one = member.one
-    return Running(key=one.key, adapter=one.adapter, prompt_left=0, new_left=one.new_tokens - member.made,
-                   cache_tokens=one.cache_tokens)
+    return Running(
+        key=one.key,
+        adapter=one.adapter,
+        prompt_left=0,
+        new_left=one.new_tokens - member.made,
+        cache_tokens=one.cache_tokens,
+    )
 
 
 def _observe(out: Outcome, inside: Sequence[_Inside]) -> None:

@@ -50,7 +50,7 @@ def opened(base: str, recipes: tuple[str, ...], make: Make, **options: object) -
     folder = next(iter(made.values())).base
     model = served(base, folder, **options)
     for recipe, one in made.items():
-        model.load(recipe, one.artifact)
+        model.load_adapter(recipe, one.artifact)
     return model, Alone(base, made, folder)
 
 
@@ -79,7 +79,7 @@ def serve(batch: ContinuousBatch, arrivals: dict[int, list[Request]]) -> list[Ti
 
 @pytest.mark.parametrize("slots", [12, 2])
 def test_requests_that_join_and_leave_get_what_peft_gives_each_alone(slots: int, make: Make) -> None:
-    model, alone = opened("llama", RECIPES, make, slots=slots)
+    model, alone = opened("llama", RECIPES, make, max_adapters=slots)
     everyone = (*RECIPES, None)
     arrivals = {
         step: [
@@ -216,8 +216,8 @@ def test_requests_whose_adapter_goes_away_fail_alone(make: Make) -> None:
         lora, dora, oft = (batch.submit(request(name, 4, 8)) for name in ("lora", "dora", "oft"))
         batch.step()
         late = batch.submit(request("dora", 4, 8))
-        model.unload("dora")
-        model.replace("oft", make("lora", "llama").artifact)
+        model.delete_adapter("dora")
+        model.replace_adapter("oft", make("lora", "llama").artifact)
         list(batch.run())
     failed(dora, "SC802", "dora")
     failed(late, "SC802", "dora")
@@ -227,7 +227,7 @@ def test_requests_whose_adapter_goes_away_fail_alone(make: Make) -> None:
 
 
 def test_an_adapter_that_finds_no_room_fails_its_requests_alone(make: Make) -> None:
-    model, alone = opened("llama", ("lora", "dora", "oft"), make, slots=2)
+    model, alone = opened("llama", ("lora", "dora", "oft"), make, max_adapters=2)
     with ContinuousBatch(model, cache_tokens=96, requests=3, step_tokens=32) as batch:
         lora, dora = batch.submit(request("lora", 4, 8)), batch.submit(request("dora", 4, 8))
         batch.step()
@@ -299,7 +299,7 @@ def test_the_model_is_given_back_with_its_attention(make: Make) -> None:
     assert one.config._attn_implementation == "eager"
     assert left.phase is Phase.CANCELLED
     asked = request("lora", 4, 8)
-    out = model.generate(torch.tensor([asked.prompt]), adapters=["lora"], do_sample=False, max_new_tokens=8)
+    out = model.generate(torch.tensor([asked.prompt]), adapter_names=["lora"], do_sample=False, max_new_tokens=8)
     assert out[0, 4:].tolist() == alone.says(asked)
 
 

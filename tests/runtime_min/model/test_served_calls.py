@@ -26,7 +26,7 @@ def made(pair: Pair, shared_folder: Path) -> dict[str, Compiled]:
 def model(made: dict[str, Compiled]) -> ServedModel:
     loaded = served("llama", made["lora"].base)
     for name, one in made.items():
-        loaded.load(name, one.artifact)
+        loaded.load_adapter(name, one.artifact)
     return loaded
 
 
@@ -62,7 +62,7 @@ class Streamer:
 
 def generated(model: ServedModel, streamer: Streamer | None = None) -> torch.Tensor:
     return model.generate(
-        ids_of(2, 6), adapters=ROWS, do_sample=False, max_new_tokens=6, pad_token_id=0, streamer=streamer
+        ids_of(2, 6), adapter_names=ROWS, do_sample=False, max_new_tokens=6, pad_token_id=0, streamer=streamer
     )
 
 
@@ -78,14 +78,14 @@ def generated(model: ServedModel, streamer: Streamer | None = None) -> torch.Ten
 )
 def test_ids_of_another_form_are_refused(ids: Any, says: str, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
     before = logits_of(model, ids_of(2, 6), ROWS)
-    refused(lambda: model.forward(ids, adapters=ROWS), says)
-    refused(lambda: model.generate(ids, adapters=ROWS, max_new_tokens=2), says)
+    refused(lambda: model.forward(ids, adapter_names=ROWS), says)
+    refused(lambda: model.generate(ids, adapter_names=ROWS, max_new_tokens=2), says)
     holds_nothing(model, before)
 
 
 @pytest.mark.parametrize("adapters", ["lo", [["lora"], "oft"], [1, None]])
 def test_names_of_another_form_are_refused(adapters: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
-    refused(lambda: model.forward(ids_of(2, 6), adapters=adapters), "id")
+    refused(lambda: model.forward(ids_of(2, 6), adapter_names=adapters), "id")
 
 
 def test_a_call_that_breaks_holds_no_adapter(model: ServedModel) -> None:
@@ -103,11 +103,11 @@ def test_a_call_that_breaks_holds_no_adapter(model: ServedModel) -> None:
 
     hook = model.model.get_submodule("lm_head").register_forward_pre_hook(breaks)
     with pytest.raises(IndexError, match="of a layer's"):
-        model.generate(ids_of(2, 6), adapters=ROWS, max_new_tokens=2)
+        model.generate(ids_of(2, 6), adapter_names=ROWS, max_new_tokens=2)
     hook.remove()
     holds_nothing(model, before)
     with pytest.raises(ValueError, match="max_new_tokens"):
-        model.generate(ids_of(2, 6), adapters=ROWS, max_new_tokens=0)
+        model.generate(ids_of(2, 6), adapter_names=ROWS, max_new_tokens=0)
     holds_nothing(model, before)
 
 
@@ -133,11 +133,11 @@ def test_adapters_come_and_go_while_a_call_runs_and_its_rows_stay(
 ) -> None:
     expected = generated(model)
     large = artifact_of("rslora", "llama", pair, shared_folder)  # of a larger rank: the step's buffers grow
-    assert torch.equal(generated(model, Streamer(lambda: model.load("more", large.artifact))), expected)
-    assert torch.equal(generated(model, Streamer(lambda: model.replace("lora", large.artifact))), expected)
+    assert torch.equal(generated(model, Streamer(lambda: model.load_adapter("more", large.artifact))), expected)
+    assert torch.equal(generated(model, Streamer(lambda: model.replace_adapter("lora", large.artifact))), expected)
     assert not torch.equal(generated(model), expected)
     for name in ("lora", "more"):
-        model.unload(name)
+        model.delete_adapter(name)
     assert model.adapters == ("oft",)
 
 
@@ -146,16 +146,16 @@ def test_a_model_that_was_given_back_serves_no_more(model: ServedModel, made: di
     model.remove()
     refused(lambda: logits_of(model, ids_of(1, 3), ["lora"]), "after `remove`")
     refused(lambda: model.step(["lora"], [3]).__enter__(), "after `remove`")
-    refused(lambda: model.load("later", made["lora"].artifact), "after `remove`")
-    refused(lambda: model.replace("lora", made["lora"].artifact), "after `remove`")
+    refused(lambda: model.load_adapter("later", made["lora"].artifact), "after `remove`")
+    refused(lambda: model.replace_adapter("lora", made["lora"].artifact), "after `remove`")
     model.remove()
 
 
 def test_two_models_of_one_process_know_nothing_of_each_other(made: dict[str, Compiled]) -> None:
     base = made["lora"].base
     first, second = served("llama", base), served("llama", base)
-    first.load("tenant", made["lora"].artifact)
-    second.load("tenant", made["oft"].artifact)
+    first.load_adapter("tenant", made["lora"].artifact)
+    second.load_adapter("tenant", made["oft"].artifact)
     ids = ids_of(1, 6)
     one, two = logits_of(first, ids, ["tenant"]), logits_of(second, ids, ["tenant"])
     assert not torch.equal(one, two)
@@ -166,11 +166,11 @@ def test_two_models_of_one_process_know_nothing_of_each_other(made: dict[str, Co
 
 def test_a_model_is_wrapped_once(made: dict[str, Compiled]) -> None:
     one = load_base("llama", made["lora"].base)
-    first = ServedModel(one, slots=2, num_pages=512, shared_pages=16)
-    refused(lambda: ServedModel(one, slots=2, num_pages=512, shared_pages=16), "another ServedModel")
+    first = ServedModel(one, max_adapters=2, num_pages=512, shared_pages=16)
+    refused(lambda: ServedModel(one, max_adapters=2, num_pages=512, shared_pages=16), "another ServedModel")
     first.remove()
-    second = ServedModel(one, slots=2, num_pages=512, shared_pages=16)
-    second.load("lora", made["lora"].artifact)
+    second = ServedModel(one, max_adapters=2, num_pages=512, shared_pages=16)
+    second.load_adapter("lora", made["lora"].artifact)
     first.remove()  # a second time: what the other one serves stays
     assert any(layer is module for layer in second.layers.values() for module in one.modules())
 
@@ -178,15 +178,23 @@ def test_a_model_is_wrapped_once(made: dict[str, Compiled]) -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"slots": 0}, {"num_pages": 0}, {"max_tokens": 0}, {"max_rows": -1}, {"tp": 0}, {"rank": 1},
-        {"num_pages": 8.5}, {"num_pages": "8"}, {"slots": None}, {"slots": True},
+        {"max_adapters": 0},
+        {"num_pages": 0},
+        {"max_num_batched_tokens": 0},
+        {"max_num_seqs": -1},
+        {"tp": 0},
+        {"rank": 1},
+        {"num_pages": 8.5},
+        {"num_pages": "8"},
+        {"max_adapters": None},
+        {"max_adapters": True},
     ],
 )
 def test_sizes_that_serve_nothing_are_refused(sizes: dict[str, Any], made: dict[str, Compiled]) -> None:
     refused(lambda: served("llama", made["lora"].base, **sizes), "at least 1")
 
 
-@pytest.mark.parametrize("sizes", [{"max_rank": -1}, {"shared_pages": "16"}])
+@pytest.mark.parametrize("sizes", [{"max_lora_rank": -1}, {"shared_pages": "16"}])
 def test_sizes_that_may_be_none_are_refused_below_it(sizes: dict[str, Any], made: dict[str, Compiled]) -> None:
     refused(lambda: served("llama", made["lora"].base, **sizes), "at least 0")
 
@@ -203,16 +211,17 @@ def test_steps_of_no_number_of_tokens_are_refused(counts: list[Any], model: Serv
 
 @pytest.mark.parametrize("source", [None, 7, b"store"])
 def test_what_is_no_artifact_is_refused(source: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
-    refused(lambda: model.load("new", source), "scute compile")
+    refused(lambda: model.load_adapter("new", source), "scute compile")
     assert "new" not in model.adapters
 
 
 def test_guidance_beside_adapters_is_refused_by_its_name(model: ServedModel) -> None:
     ids = ids_of(2, 4)
     refused(
-        lambda: model.generate(ids, adapters=["lora", None], guidance_scale=2.0, max_new_tokens=2), "guidance_scale"
+        lambda: model.generate(ids, adapter_names=["lora", None], guidance_scale=2.0, max_new_tokens=2),
+        "guidance_scale",
     )
-    assert model.generate(ids, adapters=["lora", None], guidance_scale=1, max_new_tokens=2).shape == (2, 6)
+    assert model.generate(ids, adapter_names=["lora", None], guidance_scale=1, max_new_tokens=2).shape == (2, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -222,10 +231,10 @@ def test_a_half_precision_model_serves_on_the_cpu(
 ) -> None:
     half = artifact_of(recipe, "llama", pair, shared_folder, dtype=str(dtype).removeprefix("torch."))
     exact = artifact_of(recipe, "llama", pair, shared_folder)
-    model = ServedModel(load_base("llama", half.base).to(dtype), slots=2, num_pages=512, shared_pages=64)
-    model.load("x", half.artifact)
+    model = ServedModel(load_base("llama", half.base).to(dtype), max_adapters=2, num_pages=512, shared_pages=64)
+    model.load_adapter("x", half.artifact)
     wide = served("llama", half.base)
-    wide.load("x", exact.artifact)
+    wide.load_adapter("x", exact.artifact)
     ids = ids_of(1, 8)
     ours, plain = (torch.log_softmax(logits_of(model, ids, [name]).float(), -1) for name in ("x", None))
     theirs, base = (torch.log_softmax(logits_of(wide, ids, [name]), -1) for name in ("x", None))

@@ -42,7 +42,7 @@ def loaded(base: str, recipes: tuple[str, ...], make: Make, **options: object) -
     made = [make(recipe, base) for recipe in recipes]
     model = served(base, made[0].base, **options)
     for recipe, one in zip(recipes, made, strict=True):
-        model.load(recipe, one.artifact)
+        model.load_adapter(recipe, one.artifact)
     return model, made
 
 
@@ -76,7 +76,7 @@ def test_generate_gives_each_row_the_tokens_that_peft_generates(make: Make) -> N
     recipes = ("lora", "dora", "ia3", "vera", "oft", "adalora")
     model, made = loaded("llama", recipes, make)
     ids = ids_of(len(recipes) + 1, 6)
-    ours = greedy(model.generate, ids, adapters=[*recipes, None])
+    ours = greedy(model.generate, ids, adapter_names=[*recipes, None])
     plain: Any = load_base("llama", made[0].base)
     assert torch.equal(ours[-1:], greedy(plain.generate, ids[-1:]))
     for row, one in enumerate(made):
@@ -91,15 +91,15 @@ def test_padded_prompts_generate_what_they_generate_alone(make: Make) -> None:
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), short], 1)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :5] = 0
-    both = greedy(model.generate, torch.cat([long, padded]), adapters=["lora", "oft"], attention_mask=mask)
-    assert torch.equal(both[:1], greedy(model.generate, long, adapters=["lora"]))
-    assert torch.equal(both[1:], greedy(model.generate, short, adapters=["oft"]))
+    both = greedy(model.generate, torch.cat([long, padded]), adapter_names=["lora", "oft"], attention_mask=mask)
+    assert torch.equal(both[:1], greedy(model.generate, long, adapter_names=["lora"]))
+    assert torch.equal(both[1:], greedy(model.generate, short, adapter_names=["oft"]))
 
 
 def test_beams_follow_the_adapter_of_their_row(make: Make) -> None:
     model, made = loaded("llama", ("lora", "dora"), make)
     ids = ids_of(2, 5)
-    ours = greedy(model.generate, ids, adapters=["dora", "lora"], num_beams=3)
+    ours = greedy(model.generate, ids, adapter_names=["dora", "lora"], num_beams=3)
     for row, one in enumerate(reversed(made)):
         theirs = greedy(peft_model("llama", one).base_model.model.generate, ids[row : row + 1], num_beams=3)
         assert torch.equal(ours[row : row + 1], theirs)
@@ -109,20 +109,20 @@ def test_adapters_come_and_go_between_calls(make: Make) -> None:
     model, made = loaded("llama", ("lora",), make)
     ids = ids_of(2, 6)
     first = logits_of(model, ids, ["lora", None])
-    model.load("oft", make("oft", "llama").artifact)
+    model.load_adapter("oft", make("oft", "llama").artifact)
     both = logits_of(model, ids, ["lora", "oft"])
     assert torch.equal(both[0], first[0])
     assert (both[1] - first[1]).abs().max() > 0.1
-    model.unload("lora")
+    model.delete_adapter("lora")
     assert model.adapters == ("oft",)
     assert torch.equal(logits_of(model, ids, [None, "oft"])[1], both[1])
-    model.replace("oft", made[0].artifact)
+    model.replace_adapter("oft", made[0].artifact)
     assert torch.equal(logits_of(model, ids, ["oft", None])[0], first[0])
 
 
 def test_more_adapters_than_slots_take_turns(make: Make) -> None:
     recipes = ("lora", "dora", "ia3", "vera", "oft")
-    model, _ = loaded("llama", recipes, make, slots=2)
+    model, _ = loaded("llama", recipes, make, max_adapters=2)
     ids = ids_of(1, 5)
     once = [logits_of(model, ids, [recipe]) for recipe in recipes]
     for recipe, before in zip(recipes, once, strict=True):
@@ -171,7 +171,7 @@ def test_the_model_is_given_back_with_its_names(make: Make) -> None:
     before = logprobs(plain, ids)
     with served("gpt2", one.base) as model:
         assert list(model.model.state_dict()) == names
-        model.load("lora", one.artifact)
+        model.load_adapter("lora", one.artifact)
         assert (torch.log_softmax(logits_of(model, ids, ["lora", None]), -1)[0] - before[0]).abs().max() > 0.1
         inside = model.model
     assert torch.equal(logprobs(inside, ids), before)
@@ -189,9 +189,9 @@ def test_the_weights_of_a_conv1d_are_held_once(make: Make) -> None:
 def test_an_artifact_in_another_dtype_is_refused_or_rounded(make: Make, pair: Pair, shared_folder: Path) -> None:
     half = artifact_of("lora", "llama", pair, shared_folder, dtype="bfloat16")
     model, _ = loaded("llama", ("lora",), make)
-    assert_harmless(model, "SC801", "bfloat16", lambda: model.load("half", half.artifact))
+    assert_harmless(model, "SC801", "bfloat16", lambda: model.load_adapter("half", half.artifact))
     rounding, made = loaded("llama", ("lora",), make, convert=True)
-    rounding.load("half", half.artifact)
+    rounding.load_adapter("half", half.artifact)
     ids = ids_of(2, 8)
     rows = torch.log_softmax(logits_of(rounding, ids[:1].repeat(2, 1), ["lora", "half"]), -1)
     plain = logprobs(load_base("llama", made[0].base), ids[:1])[0]
@@ -200,8 +200,8 @@ def test_an_artifact_in_another_dtype_is_refused_or_rounded(make: Make, pair: Pa
 
 def test_a_half_precision_model_serves_half_precision_artifacts(make: Make, pair: Pair, shared_folder: Path) -> None:
     half = artifact_of("dora", "llama", pair, shared_folder, dtype="bfloat16")
-    model = ServedModel(load_base("llama", half.base).bfloat16(), slots=2, num_pages=512, shared_pages=16)
-    model.load("dora", half.artifact)
+    model = ServedModel(load_base("llama", half.base).bfloat16(), max_adapters=2, num_pages=512, shared_pages=16)
+    model.load_adapter("dora", half.artifact)
     ids = ids_of(2, 8)
     ours = torch.log_softmax(logits_of(model, ids, ["dora", None]).float(), -1)
     exact = logprobs(peft_model("llama", make("dora", "llama")), ids[:1])[0]
@@ -223,38 +223,38 @@ def assert_harmless(model: ServedModel, code: str, says: str, act: Callable[[], 
 def test_an_artifact_for_another_base_is_refused(make: Make) -> None:
     model, made = loaded("llama", ("lora",), make)
     other = make("lora", "gpt2")
-    assert_harmless(model, "SC402", "no single change", lambda: model.load("other", other.artifact))
+    assert_harmless(model, "SC402", "no single change", lambda: model.load_adapter("other", other.artifact))
     wide = make("lora", "llama-wide")
-    assert_harmless(model, "SC402", "96 outputs", lambda: model.load("wide", wide.artifact))
+    assert_harmless(model, "SC402", "96 outputs", lambda: model.load_adapter("wide", wide.artifact))
     strict = served("llama", made[0].base, base_structure="0" * 64)
     with pytest.raises(ScuteError, match="SC608"):
-        strict.load("lora", made[0].artifact)
+        strict.load_adapter("lora", made[0].artifact)
 
 
 def test_an_artifact_for_other_ranks_is_refused(make: Make, pair: Pair, shared_folder: Path) -> None:
     model, _ = loaded("llama", ("lora",), make)
     cut = artifact_of("lora", "llama", pair, shared_folder, tp=2)
-    assert_harmless(model, "SC801", "tp 2", lambda: model.load("cut", cut.artifact))
+    assert_harmless(model, "SC801", "tp 2", lambda: model.load_adapter("cut", cut.artifact))
 
 
 def test_ids_that_are_not_loaded_are_named(make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     ids = ids_of(2, 4)
     assert_harmless(model, "SC802", "nobody", lambda: logits_of(model, ids, ["lora", "nobody"]))
-    assert_harmless(model, "SC802", "nobody", lambda: model.generate(ids, adapters=["nobody", None]))
-    assert_harmless(model, "SC802", "nobody", lambda: model.unload("nobody"))
-    assert_harmless(model, "SC802", "nobody", lambda: model.replace("nobody", make("oft", "llama").artifact))
+    assert_harmless(model, "SC802", "nobody", lambda: model.generate(ids, adapter_names=["nobody", None]))
+    assert_harmless(model, "SC802", "nobody", lambda: model.delete_adapter("nobody"))
+    assert_harmless(model, "SC802", "nobody", lambda: model.replace_adapter("nobody", make("oft", "llama").artifact))
 
 
 def test_more_distinct_adapters_than_fit_are_refused(make: Make) -> None:
-    model, _ = loaded("llama", ("lora", "dora", "oft"), make, slots=2)
+    model, _ = loaded("llama", ("lora", "dora", "oft"), make, max_adapters=2)
     rows = ["lora", "dora", "oft"]
     assert_harmless(model, "SC804", "3 adapters", lambda: logits_of(model, ids_of(3, 4), rows))
-    assert_harmless(model, "SC804", "3 adapters", lambda: model.generate(ids_of(3, 4), adapters=rows))
+    assert_harmless(model, "SC804", "3 adapters", lambda: model.generate(ids_of(3, 4), adapter_names=rows))
 
 
 def test_more_tokens_than_the_buffers_hold_are_refused(make: Make) -> None:
-    model, _ = loaded("llama", ("lora",), make, max_tokens=64)
+    model, _ = loaded("llama", ("lora",), make, max_num_batched_tokens=64)
     assert_harmless(model, "SC804", "80 tokens", lambda: logits_of(model, ids_of(4, 20), ["lora"] * 4))
 
 
@@ -263,9 +263,9 @@ def test_a_pool_too_small_for_one_adapter_is_refused(make: Make) -> None:
     logits_of(wide, ids_of(1, 2), ["lora"])
     model, _ = loaded("llama", ("lora",), make, num_pages=wide.pool.stats().pages.in_use, shared_pages=1)
     large = make("rslora", "llama").artifact  # rank 9, not 4
-    assert_harmless(model, "SC805", "num_pages", lambda: model.load("rslora", large))
-    assert_harmless(model, "SC805", "num_pages", lambda: model.replace("lora", large))
-    assert_harmless(model, "SC805", "shared_pages", lambda: model.load("vera", make("vera", "llama").artifact))
+    assert_harmless(model, "SC805", "num_pages", lambda: model.load_adapter("rslora", large))
+    assert_harmless(model, "SC805", "num_pages", lambda: model.replace_adapter("lora", large))
+    assert_harmless(model, "SC805", "shared_pages", lambda: model.load_adapter("vera", make("vera", "llama").artifact))
 
 
 @pytest.mark.parametrize(
@@ -282,25 +282,25 @@ def test_tokens_that_the_model_does_not_have_are_refused(tokens: torch.Tensor, m
     assert model.model.get_parameter("model.embed_tokens.weight").shape[0] == 128
     logits_of(model, torch.tensor([[0, 127]]), ["lora"])
     assert_harmless(model, "SC703", "from 0 to 127", lambda: logits_of(model, tokens, ["lora"]))
-    assert_harmless(model, "SC703", "from 0 to 127", lambda: model.generate(tokens, adapters=["lora"]))
+    assert_harmless(model, "SC703", "from 0 to 127", lambda: model.generate(tokens, adapter_names=["lora"]))
 
 
 @pytest.mark.parametrize("adapters", [{"lora"}, {"lora": 1}, None, "l"])
 def test_rows_want_an_order(adapters: object, make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
-    assert_harmless(model, "SC703", "a list or tuple", lambda: model.forward(ids_of(1, 2), adapters=adapters))  # type: ignore[arg-type] # wrong on purpose
+    assert_harmless(model, "SC703", "a list or tuple", lambda: model.forward(ids_of(1, 2), adapter_names=adapters))  # type: ignore[arg-type] # wrong on purpose
 
 
 @pytest.mark.parametrize("name", [None, 7, ""])
 def test_what_is_no_name_is_refused(name: object, make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     artifact = make("oft", "llama").artifact
-    assert_harmless(model, "SC703", "a text", lambda: model.load(name, artifact))  # type: ignore[arg-type] # likewise
+    assert_harmless(model, "SC703", "a text", lambda: model.load_adapter(name, artifact))  # type: ignore[arg-type] # likewise
 
 
 def test_ids_that_do_not_fit_the_batch_are_refused(make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     assert_harmless(model, "SC703", "3 adapter ids for 4 rows", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 3))
     assert_harmless(model, "SC703", "2 adapter ids for 4", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 2))
-    assert_harmless(model, "SC703", "3 adapter ids", lambda: model.generate(ids_of(4, 4), adapters=["lora"] * 3))
-    assert_harmless(model, "SC806", "a new name", lambda: model.load("lora", make("oft", "llama").artifact))
+    assert_harmless(model, "SC703", "3 adapter ids", lambda: model.generate(ids_of(4, 4), adapter_names=["lora"] * 3))
+    assert_harmless(model, "SC806", "a new name", lambda: model.load_adapter("lora", make("oft", "llama").artifact))

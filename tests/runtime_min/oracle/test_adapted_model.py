@@ -68,7 +68,7 @@ def model(base_folder: Callable[[str], Path]) -> torch.nn.Module:
 
 def logits(model: torch.nn.Module, artifacts: dict[str, Path], ids: Sequence[str | None]) -> torch.Tensor:
     with torch.no_grad(), AdaptedModel(model, artifacts) as adapted:
-        out: torch.Tensor = adapted.forward(input_ids=IDS[: len(ids)], adapter_ids=ids).logits  # type: ignore[attr-defined] # the model's
+        out: torch.Tensor = adapted.forward(input_ids=IDS[: len(ids)], adapter_names=ids).logits  # type: ignore[attr-defined] # the model's
         return out
 
 
@@ -216,7 +216,7 @@ def test_ids_that_do_not_fit_the_batch_are_refused(model: torch.nn.Module, tmp_p
         pytest.raises(ScuteError, match="3 adapter ids for 4 rows"),
         AdaptedModel(model, {"one": write_artifact(tmp_path, SITES)}) as adapted,
     ):
-        adapted.forward(input_ids=IDS, adapter_ids=["one"] * 3)
+        adapted.forward(input_ids=IDS, adapter_names=["one"] * 3)
 
 
 def test_sites_that_are_no_layers_of_the_model_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:

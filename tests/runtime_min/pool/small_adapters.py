@@ -8,10 +8,10 @@ from functools import cache
 import torch
 
 from scute_compile.ir.program import RotationKind
-from scute_compile.runtime_min.pool.directory import Field, SiteSlot
+from scute_compile.runtime_min.pool.directory import DirectoryEntry, Field
 from scute_compile.runtime_min.pool.packed_adapter import (
-    AdapterImage,
-    FactorImage,
+    PackedAdapter,
+    PackedFactor,
     PairWindow,
     SharedTerm,
     SiteContent,
@@ -20,12 +20,12 @@ from scute_compile.runtime_min.pool.packed_adapter import (
     window_of,
 )
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 
 SITES = (
-    SiteSlot(name="q", in_features=40, out_features=72, gemm="qv"),
-    SiteSlot(name="v", in_features=40, out_features=20, gemm="qv"),
-    SiteSlot(name="down", in_features=300, out_features=40, gemm="down"),
+    DirectoryEntry(name="q", in_features=40, out_features=72, gemm="qv"),
+    DirectoryEntry(name="v", in_features=40, out_features=20, gemm="qv"),
+    DirectoryEntry(name="down", in_features=300, out_features=40, gemm="down"),
 )
 DTYPE = torch.bfloat16
 PAIR_RANK = 24
@@ -33,13 +33,13 @@ METHODS = ("lora", "dora", "ia3", "oft", "vera")
 
 
 def pool_of(
-    num_pages: int, slots: int, *, map_entries: int | None = None, lendable: int = 0, shared_pages: int = 64
+    num_pages: int, tensors: int, *, map_entries: int | None = None, lendable: int = 0, shared_pages: int = 64
 ) -> ResidentPool:
     """An empty pool on the CPU for `SITES`."""
     return ResidentPool(
         SITES,
         num_pages=num_pages,
-        slots=slots,
+        max_adapters=tensors,
         dtype=DTYPE,
         device=torch.device("cpu"),
         map_entries=map_entries,
@@ -49,7 +49,7 @@ def pool_of(
 
 
 @cache
-def shared_factors(seed: int) -> tuple[FactorImage, FactorImage]:
+def shared_factors(seed: int) -> tuple[PackedFactor, PackedFactor]:
     """A pair that is as wide as the widest site."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(PAIR_RANK, max(site.in_features for site in SITES), generator=generator)
@@ -57,41 +57,41 @@ def shared_factors(seed: int) -> tuple[FactorImage, FactorImage]:
     return pack_factor(f"a{seed}", a.to(DTYPE), DTYPE), pack_factor(f"b{seed}", b.to(DTYPE), DTYPE)
 
 
-def content(method: str, site: SiteSlot, seed: int) -> SiteContent:
-    """One site's slots as the method leaves them after folding; LoRA has one term at `q` and two elsewhere."""
+def content(method: str, site: DirectoryEntry, seed: int) -> SiteContent:
+    """One site's tensors as the method leaves them after folding; LoRA has one term at `q` and two elsewhere."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(site.name))
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(DTYPE)
 
-    slots, shared = SiteSlots(), None
+    tensors, shared = SiteTensors(), None
     if method in ("lora", "dora"):
         rank = 1 + seed % 13
         terms = tuple(
-            TermSlots(a=drawn(rank + number, site.in_features), b=drawn(rank + number, site.out_features))
+            TermTensors(a=drawn(rank + number, site.in_features), b=drawn(rank + number, site.out_features))
             for number in range(1 if site.name == "q" else 2)
         )
         dora = method == "dora"
-        slots = SiteSlots(
+        tensors = SiteTensors(
             terms=terms,
             ds=drawn(site.out_features) if dora else None,
             b=drawn(site.out_features).float() / 3 if dora else None,
         )
     elif method == "ia3":
         diagonal = site.name == "down"
-        slots = SiteSlots(
+        tensors = SiteTensors(
             rotation=RotationKind.DIAGONAL if diagonal else None,
             delta=drawn(site.in_features) if diagonal else None,
             ds=None if diagonal else drawn(site.out_features),
         )
     elif method == "oft":
         blocks = 1 if site.name == "v" else site.in_features // 20
-        slots = SiteSlots(rotation=RotationKind.BLOCKS, delta=drawn(blocks, 20, 20))
+        tensors = SiteTensors(rotation=RotationKind.BLOCKS, delta=drawn(blocks, 20, 20))
     else:
         a, b = shared_factors(seed % 2)
         pair = PairWindow(a=window_of(a, DTYPE), b=window_of(b, DTYPE))
         shared = SharedTerm(pair=pair, d=drawn(PAIR_RANK), e=drawn(site.out_features))
-    return SiteContent(in_features=site.in_features, out_features=site.out_features, slots=slots, shared=shared)
+    return SiteContent(in_features=site.in_features, out_features=site.out_features, tensors=tensors, shared=shared)
 
 
 @cache
@@ -101,8 +101,8 @@ def contents(method: str, seed: int) -> Mapping[str, SiteContent]:
 
 
 @cache
-def image(method: str, seed: int) -> AdapterImage:
-    """The image of an adapter."""
+def packed(method: str, seed: int) -> PackedAdapter:
+    """The packed of an adapter."""
     return pack_adapter(f"{method}-{seed}", SITES, contents(method, seed), DTYPE)
 
 
@@ -112,13 +112,13 @@ def tensors(method: str, seed: int) -> Mapping[tuple[str, Field], torch.Tensor]:
     for name, held in contents(method, seed).items():
         site = next(site for site in SITES if site.name == name)
         parts: dict[Field, torch.Tensor | None] = {
-            Field.DS_OFFSET: held.slots.ds,
-            Field.SHIFT_OFFSET: held.slots.b,
-            Field.R_OFFSET: held.slots.delta,
+            Field.DS_OFFSET: held.tensors.ds,
+            Field.SHIFT_OFFSET: held.tensors.b,
+            Field.R_OFFSET: held.tensors.delta,
         }
-        if held.slots.terms:
-            parts[Field.A_OFFSET] = torch.cat([term.a for term in held.slots.terms])
-            parts[Field.B_OFFSET] = torch.cat([term.b for term in held.slots.terms])
+        if held.tensors.terms:
+            parts[Field.A_OFFSET] = torch.cat([term.a for term in held.tensors.terms])
+            parts[Field.B_OFFSET] = torch.cat([term.b for term in held.tensors.terms])
         if held.shared is not None:
             a, b = (
                 factor.buffer.view(DTYPE)[: PAIR_RANK * padded].view(PAIR_RANK, padded)

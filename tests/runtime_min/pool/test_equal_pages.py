@@ -13,8 +13,8 @@ from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.batching.continuous_batch import ContinuousBatch
 from scute_compile.runtime_min.model.ranks import serve_rank
-from scute_compile.runtime_min.pool.directory import SiteSlot
-from scute_compile.runtime_min.pool.equal_pages import levelled
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
+from scute_compile.runtime_min.pool.equal_pages import with_equal_pages
 from scute_compile.runtime_min.pool.packed_adapter import (
     PairWindow,
     SharedTerm,
@@ -37,22 +37,27 @@ SHIFTED = {"r": 1, "lora_bias": True, "target_modules": ["o_proj", "down_proj"]}
 def steps(base: Path, store: Path, ids: torch.Tensor, layout: str, pages: int) -> Answer:
     """Two adapters in a pool that has no room for both on rank 0, then in turn."""
     served, _ = serve_rank(
-        load_model(base), lora_sharding=LoraSharding(layout), slots=4, num_pages=pages, shared_pages=4, max_tokens=64
+        load_model(base),
+        lora_sharding=LoraSharding(layout),
+        max_adapters=4,
+        num_pages=pages,
+        shared_pages=4,
+        max_num_batched_tokens=64,
     )
     for name in ("x", "y"):
-        served.load(name, store / name)
+        served.load_adapter(name, store / name)
     with pytest.raises(ScuteError, match="SC703") as refused:
         ContinuousBatch(served, cache_tokens=512)
     assert "2 ranks share" in str(refused.value)
     found: Answer = {}
     for number, name in enumerate(("y", "x", "y")):
-        found[f"{number}"] = served(ids, adapters=[name, None]).logits
+        found[f"{number}"] = served(ids, adapter_names=[name, None]).logits
     try:
-        served(ids, adapters=["x", "y"])
+        served(ids, adapter_names=["x", "y"])
     except ScuteError as error:
         found["refused"] = torch.tensor(int(error.diagnostics[0].code.name[2:]))
-    found["3"] = served(ids, adapters=["y", None]).logits
-    found["pages"] = torch.tensor([served.pool.images[name].pages for name in ("x", "y")])
+    found["3"] = served(ids, adapter_names=["y", None]).logits
+    found["pages"] = torch.tensor([served.pool.packed_adapters[name].pages for name in ("x", "y")])
     return found
 
 
@@ -78,14 +83,16 @@ def test_what_one_rank_has_no_room_for_no_rank_runs(
 def small(base: Path, store: Path, ids: torch.Tensor) -> Answer:
     """Rank 1 has too few pages for an adapter, for which rank 0 has room; then both serve the base."""
     ranks = RankGroup()
-    served, _ = serve_rank(load_model(base), slots=4, num_pages=1 if ranks.rank else 64, shared_pages=4, max_tokens=64)
+    served, _ = serve_rank(
+        load_model(base), max_adapters=4, num_pages=1 if ranks.rank else 64, shared_pages=4, max_num_batched_tokens=64
+    )
     with pytest.raises(ScuteError) as refused:
-        served.load("x", store / "x")
+        served.load_adapter("x", store / "x")
     with pytest.raises(ScuteError, match="SC703") as timed:
-        served.generate(ids, adapters=[None, None], max_new_tokens=1, max_time=1.0)
+        served.generate(ids, adapter_names=[None, None], max_new_tokens=1, max_time=1.0)
     assert "max_time" in str(timed.value)
     assert served.adapters == ()
-    out = served(ids, adapters=[None, None]).logits
+    out = served(ids, adapter_names=[None, None]).logits
     return {"code": torch.tensor(int(refused.value.diagnostics[0].code.name[2:])), "out": out}
 
 
@@ -107,19 +114,17 @@ def uneven() -> Answer:
     )
     pair = PairWindow(a=window_of(a, torch.float32), b=window_of(b, torch.float32))
     term = SharedTerm(pair=pair, d=torch.ones(4), e=torch.ones(64))
-    site = SiteSlot(name="x", in_features=64, out_features=64, gemm="x")
+    site = DirectoryEntry(name="x", in_features=64, out_features=64, gemm="x")
     contents = {"x": SiteContent(in_features=64, out_features=64, shared=term)}
     factors = {"a": a, "b": b}
-    image = levelled(
-        pack_adapter("one", [site], contents, torch.float32), ranks, torch.device("cpu"), factors
-    )
-    larger = image.pairs[0].a.factor
-    assert image.pairs[0].key == pair.key
+    packed = with_equal_pages(pack_adapter("one", [site], contents, torch.float32), ranks, torch.device("cpu"), factors)
+    larger = packed.pairs[0].a.factor
+    assert packed.pairs[0].key == pair.key
     assert factors == {"a": larger, "b": b}
-    assert image.pairs[0].b.factor is b
+    assert packed.pairs[0].b.factor is b
     assert torch.equal(larger.buffer[: len(a.buffer)], a.buffer)
     assert not larger.buffer[len(a.buffer) :].any()
-    again = levelled(image, ranks, torch.device("cpu"), factors)
+    again = with_equal_pages(packed, ranks, torch.device("cpu"), factors)
     assert again.pairs[0].a.factor is larger, "what is level stays"
     return {"pages": torch.tensor([larger.pages, b.pages, a.pages])}
 

@@ -14,7 +14,7 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.formats.manifest import SiteRecord, TermRecord
 from scute_compile.ir.linear import Split
 from scute_compile.runtime_min.model.ranks import exchanges_of
-from scute_compile.runtime_min.pool.directory import SiteSlot
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.fully_sharded import in_parts, own_term, shared_rows
 from scute_compile.runtime_min.pool.packed_adapter import SiteContent
 from scute_compile.runtime_min.ranks.cut import CutLayer, LayerCut
@@ -54,7 +54,7 @@ def test_a_pair_has_one_rank_where_rows_are_divided_and_where_they_are_not() -> 
     assert row is not None
     assert column is not None
     assert len(row.a.order) == len(row.b.order) == len(column.b.order) == 3 * len(column.a.order) == 9
-    # windows of one factor that coincide are one image only if their rows do
+    # windows of one factor that coincide are one packed only if their rows do
     assert row.b.name != column.b.name
     assert row.a.name != column.a.name
 
@@ -62,12 +62,24 @@ def test_a_pair_has_one_rank_where_rows_are_divided_and_where_they_are_not() -> 
 def test_terms_for_outputs_that_are_no_part_of_the_layer_are_refused() -> None:
     term = WHOLE.model_copy(update={"columns": ((0, 3), (3, 6))})
     record = SiteRecord(
-        name="down", in_features=8, out_features=6, gemm="down", split=Split.ROW,
-        inputs=(((0, 4),), ((4, 8),)), outputs=(((0, 6),), ((0, 6),)), rotation=None, scale=False, shift=False,
-        shift_rank=0, terms=(term,), live=(),
+        name="down",
+        in_features=8,
+        out_features=6,
+        gemm="down",
+        split=Split.ROW,
+        inputs=(((0, 4),), ((4, 8),)),
+        outputs=(((0, 6),), ((0, 6),)),
+        rotation=None,
+        scale=False,
+        shift=False,
+        shift_rank=0,
+        terms=(term,),
+        live=(),
     )
     content = SiteContent(in_features=4, out_features=6)
-    parts = [SiteSlot(name="down", in_features=4, out_features=3, gemm="down", part=part) for part in ((0, 3), (3, 6))]
+    parts = [
+        DirectoryEntry(name="down", in_features=4, out_features=3, gemm="down", part=part) for part in ((0, 3), (3, 6))
+    ]
     assert list(in_parts(record, 1, content, parts)) == ["down[0:3]", "down[3:6]"]
     with pytest.raises(ScuteError, match="SC402") as refused:
         in_parts(record, 1, content, [replace(part, part=(0, 2)) for part in parts])

@@ -15,7 +15,7 @@ from scute_compile.runtime_min.pool import device_memory
 from scute_compile.runtime_min.pool import staging as gathered
 from scute_compile.runtime_min.pool.directory import PAGE_BYTES, Field
 from scute_compile.runtime_min.pool.leases import Lease
-from tests.runtime_min.pool.small_adapters import METHODS, assert_reads_back, image, pool_of
+from tests.runtime_min.pool.small_adapters import METHODS, assert_reads_back, packed, pool_of
 
 PAGES, SLOTS, LENDABLE = 24, 4, 14
 SHARED_PAGES = 15
@@ -53,13 +53,13 @@ class Churn(RuleBasedStateMachine):
     def held(self) -> set[str]:
         """What must stay on the device."""
         return self.pinned | {
-            name for lease, of in self.leases for name in of if self.pool.resident.get(name) == lease.slots[name]
+            name for lease, of in self.leases for name in of if self.pool.resident.get(name) == lease.indices[name]
         }
 
     @rule(name=st.sampled_from(NAMES), adapter=ADAPTERS)
     def add(self, name: str, adapter: Adapter) -> None:
         """Add, or be refused a second adapter of that name."""
-        found = refused(lambda: self.pool.add(name, image(*adapter)))
+        found = refused(lambda: self.pool.add(name, packed(*adapter)))
         assert code(found) == ("SC806" if name in self.added else "")
         self.added.setdefault(name, adapter)
 
@@ -72,7 +72,7 @@ class Churn(RuleBasedStateMachine):
         assert [item.where for item in found if item.code.name == "SC802"] == sorted(names - self.added.keys())
         assert code(found) in {"", "SC802", "SC804", "SC805"}
         for lease in got:
-            assert set(lease.slots) == names
+            assert set(lease.indices) == names
             if keep:
                 self.leases.append((lease, {name: self.added[name] for name in names}))
             else:
@@ -90,7 +90,7 @@ class Churn(RuleBasedStateMachine):
     def replace(self, data: st.DataObject, adapter: Adapter) -> None:
         """Replace, or be refused for want of room; then the old one is still meant by its name."""
         name = data.draw(st.sampled_from(sorted(self.added)))
-        found = refused(lambda: self.pool.replace(name, image(*adapter)))
+        found = refused(lambda: self.pool.replace(name, packed(*adapter)))
         assert code(found) in {"", "SC804"}
         if not found:
             self.added[name] = adapter
@@ -151,7 +151,7 @@ class Churn(RuleBasedStateMachine):
         for name, slot in self.pool.resident.items():
             assert_reads_back(self.pool, slot, *self.added[name])
         for lease, adapters in self.leases:
-            for name, slot in lease.slots.items():
+            for name, slot in lease.indices.items():
                 assert_reads_back(self.pool, slot, *adapters[name])
         for loan in self.loans:
             assert bool(self.pool.memory.pages[loan.long()].isnan().all())
@@ -160,17 +160,21 @@ class Churn(RuleBasedStateMachine):
     def everything_adds_up(self) -> None:
         """Pages are the residents' own, and factors are there once each; free slots announce nothing."""
         stats = self.pool.stats()
-        images = {slot: image(*self.added[name]) for name, slot in self.pool.resident.items()}
-        images |= {slot: image(*of[name]) for lease, of in self.leases for name, slot in lease.slots.items()}
-        factors = {factor.key: factor.pages * PAGE_BYTES for held in images.values() for factor in held.factors}
-        assert stats.pages.in_use == sum(held.pages for held in images.values())
-        assert stats.pages.payload == sum(held.payload for held in images.values())
+        packed_adapters = {slot: packed(*self.added[name]) for name, slot in self.pool.resident.items()}
+        packed_adapters |= {
+            slot: packed(*of[name]) for lease, of in self.leases for name, slot in lease.indices.items()
+        }
+        factors = {
+            factor.key: factor.pages * PAGE_BYTES for held in packed_adapters.values() for factor in held.factors
+        }
+        assert stats.pages.in_use == sum(held.pages for held in packed_adapters.values())
+        assert stats.pages.payload == sum(held.payload for held in packed_adapters.values())
         assert stats.pages.lent == sum(map(len, self.loans))
         assert stats.pages.in_use + stats.pages.lent + stats.pages.free == PAGES
-        assert (stats.slots_in_use, stats.pages.moved) == (len(images), 0)
-        assert set(self.pool.facts) == set(images)
+        assert (stats.slots_in_use, stats.pages.moved) == (len(packed_adapters), 0)
+        assert set(self.pool.facts) == set(packed_adapters)
         assert stats.factors == factors
-        empty = [slot for slot in range(SLOTS) if slot not in images]
+        empty = [slot for slot in range(SLOTS) if slot not in packed_adapters]
         self.pool.memory.wait()  # as before every step
         assert bool((self.pool.memory.directory[empty][..., Field.OWN_PAGES] == -1).all())
 
@@ -187,7 +191,9 @@ class ChurnTogether(Churn):
         self.patch = pytest.MonkeyPatch()
 
     @initialize(
-        staging=st.integers(3, 12), small=st.integers(1, 3), records=st.integers(1, 4),
+        staging=st.integers(3, 12),
+        small=st.integers(1, 3),
+        records=st.integers(1, 4),
         adapters=st.tuples(*[ADAPTERS] * len(NAMES)),
     )
     def begin(self, staging: int, small: int, records: int, adapters: tuple[Adapter, ...]) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from scute_compile.runtime_min.pool.packed_adapter import (
-    AdapterImage,
-    FactorImage,
+    PackedAdapter,
+    PackedFactor,
     PairWindow,
     SharedTerm,
     SiteContent,
@@ -23,7 +23,7 @@ from tests.runtime_min.pool.small_adapters import (
     PAIR_RANK,
     SITES,
     assert_reads_back,
-    image,
+    packed,
     pool_of,
     shared_factors,
 )
@@ -35,9 +35,9 @@ Call = Callable[[ResidentPool, Iterable[str]], object]
 def test_who_is_named_later_in_a_call_stays_where_it_is(call: Call) -> None:
     pool = pool_of(200, 3)
     for number in range(3):
-        pool.load(f"t{number}", image("ia3", number))
+        pool.load(f"t{number}", packed("ia3", number))
     for number in range(3, 5):
-        pool.add(f"t{number}", image("ia3", number))
+        pool.add(f"t{number}", packed("ia3", number))
     place = pool.resident["t0"]
     call(pool, ["t3", "t4", "t0"])
     assert pool.resident["t0"] == place
@@ -45,10 +45,10 @@ def test_who_is_named_later_in_a_call_stays_where_it_is(call: Call) -> None:
 
 
 def test_the_only_row_for_a_pair_is_freed_by_its_last_tenant() -> None:
-    pool = ResidentPool(SITES, num_pages=200, slots=8, dtype=DTYPE, device=torch.device("cpu"), pairs=1)
+    pool = ResidentPool(SITES, num_pages=200, max_adapters=8, dtype=DTYPE, device=torch.device("cpu"), pairs=1)
     for name, seed in (("one", 1), ("two", 3), ("other", 2)):
-        pool.add(name, image("vera", seed))
-    pool.add("plain", image("ia3", 4))
+        pool.add(name, packed("vera", seed))
+    pool.add("plain", packed("ia3", 4))
     pool.ensure(["one", "two", "plain"])
     slot = pool.ensure(["other"])["other"]
     assert set(pool.resident) == {"plain", "other"}
@@ -61,14 +61,14 @@ def test_a_factor_of_another_pair_that_is_needed_counts_as_no_room() -> None:
     assert b.pages < wide.pages <= a.pages + b.pages
     pool = pool_of(200, 8, shared_pages=2 * (a.pages + b.pages))
     for seed in (0, 1):  # all shared pages are taken now
-        pool.load(f"t{seed}", image("vera", seed))
+        pool.load(f"t{seed}", packed("vera", seed))
     pool.add("mixed", _of_pair(a, wide))
     pool.ensure(["mixed"])
     assert set(pool.resident) == {"mixed"}
     assert set(pool.stats().factors) == {a.key, wide.key}
 
 
-def _of_pair(a: FactorImage, b: FactorImage) -> AdapterImage:
+def _of_pair(a: PackedFactor, b: PackedFactor) -> PackedAdapter:
     term = SharedTerm(pair=PairWindow(a=window_of(a, DTYPE), b=window_of(b, DTYPE)))
     contents = {
         site.name: SiteContent(in_features=site.in_features, out_features=site.out_features, shared=term)

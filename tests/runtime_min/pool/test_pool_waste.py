@@ -22,7 +22,9 @@ def test_waste_is_at_most_two_percent(method: str, shape: Shape) -> None:
     sites = sites_of(shape)
     pair = pair_of(sites, 256, torch.bfloat16)
     adapter = tenant(method, sites, torch.bfloat16, rank=8, pair=pair)
-    pool = ResidentPool(sites, num_pages=adapter.pages, slots=1, dtype=torch.bfloat16, device=torch.device("cpu"))
+    pool = ResidentPool(
+        sites, num_pages=adapter.pages, max_adapters=1, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
     pool.load("tenant", adapter)
     counts = pool.stats().pages
     assert counts.free == 0

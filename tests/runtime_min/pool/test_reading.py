@@ -14,7 +14,7 @@ from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
 from scute_compile.formats.layout import rank_layout
 from scute_compile.ir.expressions import width
-from scute_compile.runtime_min.pool.directory import Field, SiteSlot
+from scute_compile.runtime_min.pool.directory import DirectoryEntry, Field
 from scute_compile.runtime_min.pool.reading import read_adapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from tests.support.artifacts import Written, write_artifact
@@ -32,10 +32,10 @@ FIELDS = {
 }
 
 
-def sites_of(artifact: Artifact, rank: int = 0) -> tuple[SiteSlot, ...]:
+def sites_of(artifact: Artifact, rank: int = 0) -> tuple[DirectoryEntry, ...]:
     """The sites that an artifact adapts, as a rank holds them."""
     return tuple(
-        SiteSlot(
+        DirectoryEntry(
             name=site.name, in_features=width(site.inputs[rank]), out_features=width(site.outputs[rank]), gemm=site.gemm
         )
         for site in artifact.manifest.sites
@@ -47,7 +47,7 @@ def pool_for(artifact: Artifact, *, tp: int = 1, rank: int = 0) -> ResidentPool:
     return ResidentPool(
         sites_of(artifact, rank),
         num_pages=2048,
-        slots=2,
+        max_adapters=2,
         dtype=TORCH_DTYPES[artifact.manifest.dtype],
         device=torch.device("cpu"),
         tp=tp,
@@ -99,7 +99,7 @@ def test_each_rank_brings_in_its_own_part(rank: int, pair: Pair, tmp_path: Path)
 
 
 def test_the_columns_of_a_shared_factor_are_those_of_the_rank(pair: Pair, tmp_path: Path) -> None:
-    """Runs that start a granule are an offset into the whole factor; others get an image of their columns."""
+    """Runs that start a granule are an offset into the whole factor; others get an packed of their columns."""
     generator = torch.Generator().manual_seed(2)
     slots = {
         "A0": torch.randn(4, 48, generator=generator),
@@ -108,8 +108,9 @@ def test_the_columns_of_a_shared_factor_are_those_of_the_rank(pair: Pair, tmp_pa
         "e0": torch.randn(20, generator=generator),
     }
     outputs = [[[0, 8]], [[8, 18], [19, 20], [18, 19]]]
-    written = Written(name="q", in_features=48, out_features=20, slots=slots, shared=frozenset({"A0", "B0"}),
-                      outputs=outputs)
+    written = Written(
+        name="q", in_features=48, out_features=20, slots=slots, shared=frozenset({"A0", "B0"}), outputs=outputs
+    )
     artifact = open_artifact(write_artifact(tmp_path / "store", [written], tp=2))
     for rank in (0, 1):
         packed = read_adapter(artifact, sites_of(artifact, rank), torch.float32, tp=2, rank=rank)
@@ -126,7 +127,7 @@ def test_sites_of_a_rank_use_different_columns_of_one_shared_pair(rank: int, pai
     artifact = open_artifact(compiled(*pair("vera", "llama"), tmp_path / "store", "--tp", 2))
     pool = pool_for(artifact, tp=2, rank=rank)
     first, second = pool.load("first", artifact), pool.load("second", artifact)
-    assert (len({window.key for window in pool.images["first"].pairs}) > 1) == (rank == 1)
+    assert (len({window.key for window in pool.packed_adapters["first"].pairs}) > 1) == (rank == 1)
     assert pool.facts[first].pair == pool.facts[second].pair >= 0
     assert sum(row[0] > 0 for row in pool.pairs) == 1
     for site in artifact.manifest.sites:
@@ -185,7 +186,7 @@ def test_another_dtype_is_rounded_when_asked_but_the_shift_is_not(pair: Pair, tm
     artifact = open_artifact(compiled(*pair("dora", "qwen2"), tmp_path / "store", "--dtype", "float32"))
     sites, tensors = sites_of(artifact), load_file(artifact.rank_path(0))
     pool = ResidentPool(
-        sites, num_pages=2048, slots=1, dtype=torch.bfloat16, device=torch.device("cpu"), convert=True
+        sites, num_pages=2048, max_adapters=1, dtype=torch.bfloat16, device=torch.device("cpu"), convert=True
     )
     slot = pool.load("tenant", artifact)
     site = next(site for site in artifact.manifest.sites if site.shift and site.scale)

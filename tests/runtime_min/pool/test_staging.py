@@ -9,9 +9,9 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_min.pool import device_memory
 from scute_compile.runtime_min.pool import staging as gathered
 from scute_compile.runtime_min.pool.leases import Resident
-from scute_compile.runtime_min.pool.packed_adapter import AdapterImage
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
-from tests.runtime_min.pool.small_adapters import METHODS, assert_reads_back, image, pool_of
+from tests.runtime_min.pool.small_adapters import METHODS, assert_reads_back, packed, pool_of
 
 MANY = [(method, seed) for seed in range(3) for method in METHODS]
 
@@ -20,7 +20,7 @@ def added(pool: ResidentPool, adapters: list[tuple[str, int]]) -> dict[str, tupl
     """Put adapters into host memory, by name."""
     names = {f"{method}-{seed}": (method, seed) for method, seed in adapters}
     for name, adapter in names.items():
-        pool.add(name, image(*adapter))
+        pool.add(name, packed(*adapter))
     return names
 
 
@@ -32,7 +32,7 @@ def test_all_read_back_whatever_the_staging_holds(staging: int, monkeypatch: pyt
     monkeypatch.setattr(device_memory, "SMALL_PAGES", 3)  # some come in by themselves, between others
     pool = pool_of(400, len(MANY), shared_pages=128)
     names = added(pool, MANY)
-    sizes = {pool.images[name].pages for name in names}
+    sizes = {pool.packed_adapters[name].pages for name in names}
     assert min(sizes) <= 3 < max(sizes)
     pool.memory.pages.fill_(float("nan"))
     slots = pool.ensure(names)
@@ -52,14 +52,14 @@ def test_adapters_take_the_places_of_others_in_one_call() -> None:
 
 
 def test_the_page_map_closes_its_gaps_between_two_that_come_in() -> None:
-    small, large = image("ia3", 4), image("dora", 12)
+    small, large = packed("ia3", 4), packed("dora", 12)
     count = 2 * -(-large.pages // small.pages) + 4
     pool = pool_of(count * small.pages, count, map_entries=0)
     for number in range(count):
         pool.load(f"t{number}", small)
     for number in range(0, count, 2):
         pool.evict(f"t{number}")
-    for name, coming in (("large", large), ("another", image("ia3", 8)), ("last", image("ia3", 12))):
+    for name, coming in (("large", large), ("another", packed("ia3", 8)), ("last", packed("ia3", 12))):
         pool.add(name, coming)
     kept = set(pool.resident)
     pool.ensure(["another", "large", "last"])
@@ -75,7 +75,7 @@ def test_those_before_a_refused_one_are_there(monkeypatch: pytest.MonkeyPatch) -
     names = added(pool, MANY[:4])
     whole = ResidentPool._bring_in
 
-    def failing(self: ResidentPool, coming: AdapterImage, candidates: object) -> object:
+    def failing(self: ResidentPool, coming: PackedAdapter, candidates: object) -> object:
         if coming.name == list(names)[2]:
             raise torch.OutOfMemoryError
         return whole(self, coming, candidates)  # type: ignore[arg-type] # passed on as it came
@@ -133,11 +133,11 @@ def test_what_could_not_be_written_is_not_resident(at: int, monkeypatch: pytest.
 
 def test_an_adapter_looks_at_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of many once looked at all that were resident: 2048 tenants took eleven seconds to come in."""
-    count, small, looks = 200, image("ia3", 4), []
+    count, small, looks = 200, packed("ia3", 4), []
     pool = pool_of(count * small.pages, count, map_entries=count * small.pages)
     for number in range(2 * count):
         pool.add(f"t{number}", small)
-    names = list(pool.images)
+    names = list(pool.packed_adapters)
     pool.ensure(names[:count])
     held = Resident.held.fget  # type: ignore[attr-defined] # a property's function
 

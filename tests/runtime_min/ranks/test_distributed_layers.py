@@ -57,11 +57,11 @@ def answers(base: Path, stores: Stores, recipes: Sequence[str], ids: torch.Tenso
             model.load(f"{layout} {recipe}", store / recipe)
         model.traffic.reset()
         rows = [*(f"{layout} {recipe}" for recipe in recipes), None]
-        found[layout] = torch.log_softmax(model(input_ids=ids, adapter_ids=rows).logits, -1)
+        found[layout] = torch.log_softmax(model(input_ids=ids, adapter_names=rows).logits, -1)
         sent = model.traffic.sent
         found[f"{layout} sent"] = torch.tensor([sent[purpose] for purpose in Purpose])
     mixed = [f"{LAYOUTS[row % 2]} {recipe}" for row, recipe in enumerate(recipes)]
-    found["mixed"] = torch.log_softmax(model(input_ids=ids, adapter_ids=[*mixed, None]).logits, -1)
+    found["mixed"] = torch.log_softmax(model(input_ids=ids, adapter_names=[*mixed, None]).logits, -1)
     for layout, store in stores.items():
         found |= pooled(base, store, recipes, ids, layout)
     return found
@@ -70,13 +70,18 @@ def answers(base: Path, stores: Stores, recipes: Sequence[str], ids: torch.Tenso
 def pooled(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, layout: str) -> Answer:
     """The same batch through the pool and the custom op."""
     served, ranks = serve_rank(
-        load_model(base), lora_sharding=layout, slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=512
+        load_model(base),
+        lora_sharding=layout,
+        max_adapters=len(recipes),
+        num_pages=4096,
+        shared_pages=256,
+        max_num_batched_tokens=512,
     )
     for recipe in recipes:
-        served.load(recipe, store / recipe)
+        served.load_adapter(recipe, store / recipe)
     # slots differ from rank to rank, as they do after evictions where one rank holds more than another
     served.pool.ensure(recipes[::-1] if ranks.rank else recipes)
-    out = served(ids, adapters=[*recipes, None])
+    out = served(ids, adapter_names=[*recipes, None])
     sent = torch.tensor([ranks.traffic.sent[purpose] for purpose in Purpose])
     return {f"{layout} pool": torch.log_softmax(out.logits, -1), f"{layout} pool sent": sent}
 
@@ -127,7 +132,11 @@ def half_loaded(base: Path, stores: Mapping[str, Sequence[Path]], ids: torch.Ten
         model: ServedModel | RankModel
         if kind == "pool":
             model, _ = serve_rank(
-                load_model(base), slots=2, num_pages=1024, shared_pages=256, max_tokens=64,
+                load_model(base),
+                max_adapters=2,
+                num_pages=1024,
+                shared_pages=256,
+                max_num_batched_tokens=64,
                 lora_sharding=LoraSharding(layout),
             )
         else:
@@ -139,7 +148,11 @@ def half_loaded(base: Path, stores: Mapping[str, Sequence[Path]], ids: torch.Ten
             said = f"{error.diagnostics[0].code.name} {error}"
         model.load("lora", stores[layout][0])
         rows = ["lora", None]
-        out = model(ids, adapters=rows) if isinstance(model, ServedModel) else model(input_ids=ids, adapter_ids=rows)
+        out = (
+            model(ids, adapter_names=rows)
+            if isinstance(model, ServedModel)
+            else model(input_ids=ids, adapter_names=rows)
+        )
         found[f"{kind} {layout}"] = out.logits
         found[f"{kind} {layout} said"] = torch.tensor(list(said.encode()), dtype=torch.uint8)
     return found
@@ -175,8 +188,17 @@ def test_ranks_that_read_different_artifacts_load_none(pair: Pair, tmp_path: Pat
     where = pair("lora", "llama")[1]
     stores = {
         layout: [
-            compiled(pair(recipe, "llama")[0], where, tmp_path / layout / recipe, "--tp", 2, "--dtype", "float32",
-                     "--lora-sharding", layout)
+            compiled(
+                pair(recipe, "llama")[0],
+                where,
+                tmp_path / layout / recipe,
+                "--tp",
+                2,
+                "--dtype",
+                "float32",
+                "--lora-sharding",
+                layout,
+            )
             for recipe in ("lora", "rslora")
         ]
         for layout in LAYOUTS
@@ -194,7 +216,7 @@ def attention_traffic(base: Path, artifact: Path, ids: torch.Tensor) -> Answer:
     model = RankModel(load_model(base))
     model.load("one", artifact)
     model.traffic.reset()
-    model(input_ids=ids, adapter_ids=["one"] * len(ids))
+    model(input_ids=ids, adapter_names=["one"] * len(ids))
     sent = model.traffic.sent
     return {"base": torch.tensor(sent[Purpose.BASE]), "adapters": torch.tensor(sent[Purpose.ADAPTERS])}
 
@@ -229,8 +251,13 @@ def scales(base: Path, adapter: Path, artifact: Path, c: float) -> Answer:
         a, b = (tensors[f"base_model.model.{record.name}.lora_{letter}.weight"] for letter in "AB")
         magnitude = tensors[f"base_model.model.{record.name}.lora_magnitude_vector"].flatten()
         found[f"computed {record.name}"] = shard_scale(
-            take(take(weight, 0, outputs), 1, inputs), take(a, 1, inputs), take(b, 0, outputs).T, c,
-            take(magnitude, 0, outputs), split=record.split, ranks=ranks,
+            take(take(weight, 0, outputs), 1, inputs),
+            take(a, 1, inputs),
+            take(b, 0, outputs).T,
+            c,
+            take(magnitude, 0, outputs),
+            split=record.split,
+            ranks=ranks,
         )
         found[f"compiled {record.name}"] = file[f"{record.name}.ds"].double()
         found[f"row {record.name}"] = torch.tensor(record.split is Split.ROW)
@@ -276,19 +303,19 @@ def test_one_rank_needs_no_process_group(model: RankModel, pair: Pair, tmp_path:
         )
     )
     model.load("one", artifact)
-    ours = torch.log_softmax(model(input_ids=ids, adapter_ids=["one", None]).logits, -1)
+    ours = torch.log_softmax(model(input_ids=ids, adapter_names=["one", None]).logits, -1)
     assert torch.equal(ours[1], plain[1])
     assert relative_error(ours[0], theirs[0], plain[0]) < FLOAT32
     model.unload("one")
     with pytest.raises(ScuteError, match="SC802"):
-        model(input_ids=ids, adapter_ids=["one", None])
+        model(input_ids=ids, adapter_names=["one", None])
 
 
 def test_artifacts_that_do_not_fit_are_refused(model: RankModel, pair: Pair, tmp_path: Path) -> None:
     adapter, where = pair("lora", "llama")
     model.load("one", compiled(adapter, where, tmp_path / "one"))
     with pytest.raises(ScuteError, match="3 adapter ids for 4 rows"):
-        model(input_ids=ids_of(4, 5), adapter_ids=["one", None, None])
+        model(input_ids=ids_of(4, 5), adapter_names=["one", None, None])
     with pytest.raises(ScuteError, match="SC806"):
         model.load("one", tmp_path / "one" / "lora")
     with pytest.raises(ScuteError, match="SC801"):

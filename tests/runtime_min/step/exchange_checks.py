@@ -35,9 +35,19 @@ RECIPES = ("lora-5", "dora", WIDE, "vera")
 
 
 def by_kernels(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pages: torch.Tensor, page_map: torch.Tensor,
-    directory: torch.Tensor, shared: torch.Tensor, step: torch.Tensor, first_site: int, widths: Sequence[int],
-    capacity: Sequence[int], features: Sequence[int], exchange: Any = None,  # noqa: ANN401 - the stand-in of two functions
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pages: torch.Tensor,
+    page_map: torch.Tensor,
+    directory: torch.Tensor,
+    shared: torch.Tensor,
+    step: torch.Tensor,
+    first_site: int,
+    widths: Sequence[int],
+    capacity: Sequence[int],
+    features: Sequence[int],
+    exchange: Any = None,  # noqa: ANN401 - the stand-in of two functions
 ) -> torch.Tensor:
     """What a GPU would run."""
     from scute_compile.runtime_min.step import launch
@@ -53,11 +63,16 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
     from tests.runtime_min.step.kernel_checks import spread_booleans
 
     served, ranks = serve_rank(
-        load_model(base), slots=len(recipes), num_pages=4096, shared_pages=256, max_tokens=64,
-        lora_sharding=LoraSharding.FULL, **options,
+        load_model(base),
+        max_adapters=len(recipes),
+        num_pages=4096,
+        shared_pages=256,
+        max_num_batched_tokens=64,
+        lora_sharding=LoraSharding.FULL,
+        **options,
     )
     for recipe in dict.fromkeys(recipes):
-        served.load(recipe, store / recipe)
+        served.load_adapter(recipe, store / recipe)
     served.pool.ensure(recipes[::-1] if ranks.rank else recipes)  # slots differ, as in the test of the reference
     torch.use_deterministic_algorithms(mode=True)
     with (
@@ -67,7 +82,7 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
         patch.object(served_layer, "exchanged_linear", by_kernels),
         patch.object(served_layer, "adapted_linear", by_kernels),
     ):
-        out = served(ids, adapters=[*recipes, None]).logits
+        out = served(ids, adapter_names=[*recipes, None]).logits
     return {"out": torch.log_softmax(out, -1)}
 
 
@@ -81,8 +96,11 @@ def store(base_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str, 
         where, sites, one = base_folder(base), BASES[base].sites, {"layers_to_transform": [1]}
         on_rows = {"target_modules": [sites.attention_out, sites.down]}  # divided nowhere, and yet in whole shares
         configs = {
-            "lora-5": lora(r=5, **one), "dora": lora(use_dora=True, **one), WIDE: lora(r=21, **one),
-            ROWS: lora(**on_rows, **one), "vera": vera(**one).config,
+            "lora-5": lora(r=5, **one),
+            "dora": lora(use_dora=True, **one),
+            WIDE: lora(r=21, **one),
+            ROWS: lora(**on_rows, **one),
+            "vera": vera(**one).config,
         }
         for name, config in configs.items():
             write_config(config(sites), base, where, tmp_path / name)
@@ -95,15 +113,21 @@ def store(base_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str, 
 @pytest.mark.parametrize(
     ("base", "tp", "recipes", "tokens", "options"),
     [
-        ("qwen2", 2, ("vera", "lora-5", "vera"), 1, {"max_rows": 4, "fixed": True}),
-        ("llama-nine", 3, (ROWS, "lora-5", WIDE, "vera"), 1, {"max_rows": 8}),
-        ("llama-nine", 3, RECIPES, 2, {"max_rows": 8}),
+        ("qwen2", 2, ("vera", "lora-5", "vera"), 1, {"max_num_seqs": 4, "fixed": True}),
+        ("llama-nine", 3, (ROWS, "lora-5", WIDE, "vera"), 1, {"max_num_seqs": 8}),
+        ("llama-nine", 3, RECIPES, 2, {"max_num_seqs": 8}),
     ],
     ids=["as for a graph", "decode", "prefill"],
 )
 def test_kernels_of_several_ranks_answer_what_peft_answers(
-    base: str, tp: int, recipes: Sequence[str], tokens: int, options: dict[str, Any],
-    base_folder: Callable[[str], Path], store: Callable[[str, int], None], tmp_path: Path,
+    base: str,
+    tp: int,
+    recipes: Sequence[str],
+    tokens: int,
+    options: dict[str, Any],
+    base_folder: Callable[[str], Path],
+    store: Callable[[str, int], None],
+    tmp_path: Path,
 ) -> None:
     store(base, tp)
     where = base_folder(base)

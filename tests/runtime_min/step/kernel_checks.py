@@ -184,7 +184,9 @@ def test_padded_steps_of_an_engine_have_one_form_for_every_mix(fixed: bool, bias
     from scute_compile.runtime_min.step.op import adapted_output as reference
     from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
 
-    limits = StepLimits(max_tokens=40, max_rows=8, max_rank=37, pair_rank=PAIR_RANK, rotations=True)
+    limits = StepLimits(
+        max_num_batched_tokens=40, max_num_seqs=8, max_lora_rank=37, pair_rank=PAIR_RANK, rotations=True
+    )
     steps = EngineSteps(pool(), limits)
     tables = step_of((None,), prefill=False).tables
     gemm = Gemm(first_site=first_site(0), widths=GEMMS[0][1])

@@ -9,9 +9,9 @@ from functools import cache
 import torch
 
 from scute_compile.ir.program import RotationKind
-from scute_compile.runtime_min.pool.directory import SiteSlot
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.packed_adapter import (
-    FactorImage,
+    PackedFactor,
     PairWindow,
     SharedTerm,
     SiteContent,
@@ -20,7 +20,7 @@ from scute_compile.runtime_min.pool.packed_adapter import (
     window_of,
 )
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
-from scute_compile.runtime_min.reference import SiteSlots, TermSlots
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 from scute_compile.runtime_min.step.arguments import (
     Features,
     Gemm,
@@ -34,7 +34,7 @@ from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
 
 GEMMS = ((72, (64, 40, 32)), (520, (64,)))
 SITES = tuple(
-    SiteSlot(name=f"{number}.{part}", in_features=inputs, out_features=width, gemm=str(number))
+    DirectoryEntry(name=f"{number}.{part}", in_features=inputs, out_features=width, gemm=str(number))
     for number, (inputs, widths) in enumerate(GEMMS)
     for part, width in enumerate(widths)
 )
@@ -59,7 +59,7 @@ ROWS = (0, 1, None, 2, 3, 5, 4, 7, 6, 8, 0, 9, 10, 5, 11, 0)
 
 
 @cache
-def factors() -> tuple[FactorImage, FactorImage]:
+def factors() -> tuple[PackedFactor, PackedFactor]:
     """Shared factors as wide as the widest site."""
     generator = torch.Generator().manual_seed(1)
     a = torch.randn(PAIR_RANK, 520, generator=generator) / 520**0.5
@@ -68,45 +68,43 @@ def factors() -> tuple[FactorImage, FactorImage]:
     return first, second
 
 
-def pair(site: SiteSlot) -> PairWindow:
+def pair(site: DirectoryEntry) -> PairWindow:
     """The columns that a site uses: some sites don't start at the first, as on the ranks of a tensor-parallel model."""
     a, b = factors()
     column_a, column_b = {"0.0": (16, 0), "0.1": (16, 8), "0.2": (16, 32)}.get(site.name, (0, 0))
-    return PairWindow(
-        a=window_of(a, torch.float32, column=column_a), b=window_of(b, torch.float32, column=column_b)
-    )
+    return PairWindow(a=window_of(a, torch.float32, column=column_a), b=window_of(b, torch.float32, column=column_b))
 
 
-def content(adapter: str, site: SiteSlot, generator: torch.Generator) -> SiteContent:
-    """One site's slots as the adapter's name says."""
+def content(adapter: str, site: DirectoryEntry, generator: torch.Generator) -> SiteContent:
+    """One site's tensors as the adapter's name says."""
 
     def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * scale
 
     method, *numbers = adapter.removesuffix("-partly").replace("shared-", "").split("-")
     k, n = site.in_features, site.out_features
-    slots, shared = SiteSlots(), None
+    tensors, shared = SiteTensors(), None
     if method in ("lora", "dora"):
         rank = int(numbers[0])
-        slots = SiteSlots(terms=(TermSlots(a=drawn(rank, k, scale=k**-0.5), b=drawn(rank, n)),))
+        tensors = SiteTensors(terms=(TermTensors(a=drawn(rank, k, scale=k**-0.5), b=drawn(rank, n)),))
     if method in ("dora", "ia3"):
-        slots = replace(slots, ds=drawn(n, scale=0.3), b=drawn(n) if method == "dora" else None)
+        tensors = replace(tensors, ds=drawn(n, scale=0.3), b=drawn(n) if method == "dora" else None)
     if method == "diagonal":
-        slots = SiteSlots(rotation=RotationKind.DIAGONAL, delta=drawn(k, scale=0.3))
+        tensors = SiteTensors(rotation=RotationKind.DIAGONAL, delta=drawn(k, scale=0.3))
     if method == "oft":
         width = {72: 36, 520: 104}[k] if numbers[0] == "wide" else int(numbers[0])  # don't divide a prefill tile's 64
         blocks = 1 if "shared" in adapter else k // width
-        slots = SiteSlots(rotation=RotationKind.BLOCKS, delta=drawn(blocks, width, width, scale=0.3))
+        tensors = SiteTensors(rotation=RotationKind.BLOCKS, delta=drawn(blocks, width, width, scale=0.3))
     if method == "vera":
         shared = SharedTerm(pair=pair(site), d=drawn(PAIR_RANK), e=drawn(n))
-    return SiteContent(in_features=k, out_features=n, slots=slots, shared=shared)
+    return SiteContent(in_features=k, out_features=n, tensors=tensors, shared=shared)
 
 
 @cache
 def pool() -> ResidentPool:
     """All adapters, in pages that held NaN before."""
     made = ResidentPool(
-        SITES, num_pages=400, slots=16, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=2
+        SITES, num_pages=400, max_adapters=16, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=2
     )
     made.memory.pages.fill_(float("nan"))
     made.memory.shared.fill_(float("nan"))
@@ -139,9 +137,18 @@ class Step:
         """The reference's output, in float64."""
         tables = self.tables
         out: torch.Tensor = by_reference(
-            x.double(), weight.double(), None if bias is None else bias.double(), tables.pages, tables.page_map,
-            tables.directory, tables.shared, self.buffers.device_copy, first_site(number), list(GEMMS[number][1]),
-            list(capacity_numbers(self.buffers.capacity)), list(self.features.numbers()),
+            x.double(),
+            weight.double(),
+            None if bias is None else bias.double(),
+            tables.pages,
+            tables.page_map,
+            tables.directory,
+            tables.shared,
+            self.buffers.device_copy,
+            first_site(number),
+            list(GEMMS[number][1]),
+            list(capacity_numbers(self.buffers.capacity)),
+            list(self.features.numbers()),
         )
         return out
 
@@ -155,7 +162,7 @@ def step_of(
 ) -> Step:
     """Plan a step on the pool's adapters."""
     held, memory = pool(), pool().memory
-    slots = {number: held.resident[name] for number, name in enumerate(ADAPTERS)}
+    tensors = {number: held.resident[name] for number, name in enumerate(ADAPTERS)}
     if buffers is None:
         capacity = Capacity(
             tokens=96 if prefill else 32,
@@ -166,14 +173,12 @@ def step_of(
             prefill=prefill,
         )
         buffers = StepBuffers(capacity, torch.device("cpu"))
-    plan = plan_step([-1 if row is None else slots[row] for row in rows], held.facts, held.pairs, buffers.capacity)
+    plan = plan_step([-1 if row is None else tensors[row] for row in rows], held.facts, held.pairs, buffers.capacity)
     buffers.fill(plan)
     features = features_of(plan, whole_granules=True)
     if fixed:
-        features = fixed_features(buffers.capacity, slots=16, prefill=prefill, whole_granules=True)
-    tables = PoolTensors(
-        pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared
-    )
+        features = fixed_features(buffers.capacity, max_adapters=16, prefill=prefill, whole_granules=True)
+    tables = PoolTensors(pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared)
     return Step(rows=tuple(rows), prefill=prefill, buffers=buffers, features=features, tables=tables)
 
 

@@ -28,7 +28,7 @@ def test_replays_with_other_mixes_give_what_launches_give(methods: tuple[str, ..
 
     device, (place, inputs) = torch.device("cuda"), gemm
     sites = sites_of(SHAPE)
-    pool = ResidentPool(sites, num_pages=20000, slots=len(methods), dtype=DTYPE, device=device, pairs=1)
+    pool = ResidentPool(sites, num_pages=20000, max_adapters=len(methods), dtype=DTYPE, device=device, pairs=1)
     for method in methods:
         pair = pair_of(sites, 64, DTYPE, pin=True) if method == "vera" else None
         pool.load(method, tenant(method, sites, DTYPE, pair=pair, pin=True))
@@ -39,7 +39,7 @@ def test_replays_with_other_mixes_give_what_launches_give(methods: tuple[str, ..
     )
     capacity = Capacity(tokens=ROWS, ranks=16 * ROWS, pairs=1, pair_ranks=64, rotated=ROWS)
     features = fixed_features(
-        capacity, slots=len(methods), prefill=False, whole_granules=True, plain="vera" not in methods
+        capacity, max_adapters=len(methods), prefill=False, whole_granules=True, plain="vera" not in methods
     )
     buffers, x = StepBuffers(capacity, device), torch.randn(ROWS, inputs, device=device).to(DTYPE)
     weight = (torch.randn(sum(place.widths), inputs, device=device) * inputs**-0.5).to(DTYPE)

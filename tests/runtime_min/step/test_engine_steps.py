@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scute_compile.runtime_min.pool.directory import SiteSlot
-from scute_compile.runtime_min.pool.leases import SlotFacts
+from scute_compile.runtime_min.pool.directory import DirectoryEntry
+from scute_compile.runtime_min.pool.leases import ResidentFacts
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Features
 from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
@@ -15,12 +15,17 @@ from tests.support.drawn_adapters import Shape, pair_of, sites_of, tenant
 
 
 def _steps(*, padded_beyond: bool) -> EngineSteps:
-    site = SiteSlot(name="o_proj", in_features=64, out_features=64, gemm="o_proj")
+    site = DirectoryEntry(name="o_proj", in_features=64, out_features=64, gemm="o_proj")
     pool = ResidentPool(
-        (site,), num_pages=4, slots=2, dtype=torch.float32, device=torch.device("cpu"), shared_pages=1, pairs=1
+        (site,), num_pages=4, max_adapters=2, dtype=torch.float32, device=torch.device("cpu"), shared_pages=1, pairs=1
     )
     limits = StepLimits(
-        max_tokens=64, max_rows=8, max_rank=4, pair_rank=4, rotations=False, padded_beyond=padded_beyond
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        max_lora_rank=4,
+        pair_rank=4,
+        rotations=False,
+        padded_beyond=padded_beyond,
     )
     return EngineSteps(pool, limits)
 
@@ -44,7 +49,11 @@ def test_a_step_is_copied_whole_whatever_was_in_the_buffers_before(tokens: int) 
     capacity = Capacity(
         tokens=tokens, ranks=tokens * 256, pairs=1, pair_ranks=256, rotated=tokens, prefill=tokens == 1024
     )
-    facts = {0: SlotFacts(rank=16), 1: SlotFacts(rank=0, pair=0, pair_rank=256), 2: SlotFacts(rank=3, rotated=True)}
+    facts = {
+        0: ResidentFacts(rank=16),
+        1: ResidentFacts(rank=0, pair=0, pair_rank=256),
+        2: ResidentFacts(rank=3, rotated=True),
+    }
     buffers = StepBuffers(capacity, torch.device("cpu"))
     for rows in ([slot % 3 for slot in range(tokens)], [2, -1, 1, 0, 0], [-1]):
         plan = plan_step(rows, facts, [[256, 0, 0, 0, 0, 0, 0, 0]], capacity)
@@ -81,10 +90,10 @@ def test_eager_steps_need_no_kernel_that_the_rehearsal_did_not_compile(rotations
     assert len(seen) == 2
 
 
-def _five_methods(*, rotations: bool, max_rank: int = 32) -> EngineSteps:
+def _five_methods(*, rotations: bool, max_lora_rank: int = 32) -> EngineSteps:
     sites = sites_of(Shape(hidden=64, keys=32, inner=128, layers=1))
     pool = ResidentPool(
-        sites, num_pages=300, slots=4, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=1
+        sites, num_pages=300, max_adapters=4, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=1
     )
     methods = ("lora", "ia3", "vera", *(("oft",) if rotations else ()))
     pair = pair_of(sites, 16, torch.float32)
@@ -92,7 +101,9 @@ def _five_methods(*, rotations: bool, max_rank: int = 32) -> EngineSteps:
         pool.load(
             method, tenant(method, sites, torch.float32, rank=4, block=8, pair=pair if method == "vera" else None)
         )
-    limits = StepLimits(max_tokens=64, max_rows=8, max_rank=max_rank, pair_rank=16, rotations=rotations)
+    limits = StepLimits(
+        max_num_batched_tokens=64, max_num_seqs=8, max_lora_rank=max_lora_rank, pair_rank=16, rotations=rotations
+    )
     return EngineSteps(pool, limits)
 
 
@@ -117,8 +128,8 @@ def test_steps_are_plain_while_none_of_their_adapters_needs_more() -> None:
 
 
 def test_engines_of_small_ranks_launch_nothing_for_large_ones() -> None:
-    for max_rank, tall in ((16, False), (17, True)):
-        steps = _five_methods(rotations=False, max_rank=max_rank)
+    for max_lora_rank, tall in ((16, False), (17, True)):
+        steps = _five_methods(rotations=False, max_lora_rank=max_lora_rank)
         steps.write(["lora"] * 8)
         assert all(bool(steps.form(8, fixed=fixed)[1].tall) is tall for fixed in (True, False))
         steps.release()

@@ -18,8 +18,12 @@ def test_kernels_compute_the_reference_in_the_interpreter(checks: str) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", HERE / f"{checks}.py", "-p", "no:cacheprovider", "-p", "no:xdist"],
-        env={**clean, "TRITON_INTERPRET": "1"}, cwd=HERE.parent, capture_output=True, text=True,
-        check=False, timeout=300,
+        env={**clean, "TRITON_INTERPRET": "1"},
+        cwd=HERE.parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout

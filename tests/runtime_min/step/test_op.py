@@ -11,11 +11,11 @@ import torch
 
 from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.oracle.adapted_model import AdaptedModel
-from scute_compile.runtime_min.step import plan as step_plan
+from scute_compile.runtime_min.pool.leases import ResidentFacts
 from scute_compile.runtime_min.step.arguments import capacity_numbers, features_of
 from scute_compile.runtime_min.step.op import adapted_linear
 from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
-from tests.runtime_min.pool.small_adapters import DTYPE, METHODS, SITES, image, pool_of
+from tests.runtime_min.pool.small_adapters import DTYPE, METHODS, SITES, packed, pool_of
 from tests.support.bases import load_base
 from tests.support.served import Pair, artifact_of, ids_of, logits_of, served
 
@@ -26,7 +26,7 @@ def step_of(rows: Sequence[str | None], *, bias: bool, sites: tuple[int, int] = 
     """The op's arguments for one GEMM of the pool's test sites, one adapter of every method resident."""
     pool = pool_of(256, 8)
     for method in METHODS:
-        pool.load(method, image(method, 2))
+        pool.load(method, packed(method, 2))
     slots = dict(pool.resident)
     capacity = Capacity(tokens=32, ranks=1024, pairs=len(pool.pairs), pair_ranks=32, rotated=32)
     plan = plan_step([-1 if row is None else slots[row] for row in rows], pool.facts, pool.pairs, capacity)
@@ -39,8 +39,17 @@ def step_of(rows: Sequence[str | None], *, bias: bool, sites: tuple[int, int] = 
     weight = torch.randn(sum(widths), held[0].in_features, generator=generator).to(DTYPE)
     x = torch.randn(len(rows), held[0].in_features, generator=generator).to(DTYPE)
     return (
-        x, weight, weight[:, 0].clone() if bias else None, memory.pages, memory.page_map, memory.directory,
-        memory.shared, buffers.device_copy, first, widths, list(capacity_numbers(capacity)),
+        x,
+        weight,
+        weight[:, 0].clone() if bias else None,
+        memory.pages,
+        memory.page_map,
+        memory.directory,
+        memory.shared,
+        buffers.device_copy,
+        first,
+        widths,
+        list(capacity_numbers(capacity)),
         list(features_of(plan, whole_granules=False).numbers()),
     )
 
@@ -85,9 +94,9 @@ def test_every_method_moves_its_rows_and_no_other() -> None:
 def model(pair: Pair, shared_folder: Path) -> ServedModel:
     """A tiny Llama for steps of one form, with an adapter of every method."""
     made = {name: artifact_of(name, "llama", pair, shared_folder) for name in ("lora", "dora", "vera", "oft", "ia3")}
-    model = served("llama", made["lora"].base, fixed=True, max_tokens=64, max_rows=8)
+    model = served("llama", made["lora"].base, fixed=True, max_num_batched_tokens=64, max_num_seqs=8)
     for name, one in made.items():
-        model.load(name, one.artifact)
+        model.load_adapter(name, one.artifact)
     return model
 
 
@@ -130,10 +139,10 @@ def test_the_served_model_is_the_adapted_model(pair: Pair, shared_folder: Path) 
     rows = [*names, None, "lora"]
     ids = ids_of(len(rows), 7)
     with AdaptedModel(load_base("qwen2", base), {name: one.artifact for name, one in made.items()}) as adapted:
-        expected = adapted(input_ids=ids, adapter_ids=rows).logits.detach()  # type: ignore[attr-defined] # transformers leaves it untyped
+        expected = adapted(input_ids=ids, adapter_names=rows).logits.detach()  # type: ignore[attr-defined] # transformers leaves it untyped
     model = served("qwen2", base)
     for name, one in made.items():
-        model.load(name, one.artifact)
+        model.load_adapter(name, one.artifact)
     # the same products in another order: two layers of float32 rounding on logits near 10
     assert (logits_of(model, ids, rows) - expected).abs().max() < 1e-4
 
@@ -141,7 +150,7 @@ def test_the_served_model_is_the_adapted_model(pair: Pair, shared_folder: Path) 
 def test_rows_beyond_a_shorter_step_belong_to_no_adapter() -> None:
     capacity = Capacity(tokens=128, ranks=1024, rotated=8, prefill=True)
     buffers = StepBuffers(capacity, torch.device("cpu"))
-    facts = {0: step_plan.SlotFacts(rank=4)}
+    facts = {0: ResidentFacts(rank=4)}
     for rows in ([0] * 100, [0, -1]):
         buffers.fill(plan_step(rows, facts, [], capacity))
         slots, tiles = buffers.region("row_slot").tolist(), buffers.region("tile").view(-1, 4)
