@@ -33,13 +33,13 @@ METHODS = ("lora", "dora", "ia3", "oft", "vera")
 
 
 def pool_of(
-    num_pages: int, tensors: int, *, map_entries: int | None = None, lendable: int = 0, shared_pages: int = 64
+    num_pages: int, max_adapters: int, *, map_entries: int | None = None, lendable: int = 0, shared_pages: int = 64
 ) -> ResidentPool:
     """An empty pool on the CPU for `SITES`."""
     return ResidentPool(
         SITES,
         num_pages=num_pages,
-        max_adapters=tensors,
+        max_adapters=max_adapters,
         dtype=DTYPE,
         device=torch.device("cpu"),
         map_entries=map_entries,
