@@ -42,10 +42,12 @@ def measure(work: Path, dtype: str) -> list[dict[str, object]]:
     stored = load_file(work / "expected.safetensors")
     names: list[str] = json.loads((work / "names.json").read_text())
     model = transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=getattr(torch, dtype))
-    served = ServedModel(model.to(DEVICE).eval(), max_adapters=len(names), num_pages=20000, max_num_batched_tokens=2048)
+    served = ServedModel(
+        model.to(DEVICE).eval(), max_adapters=len(names), pool_bytes="40000KiB", max_num_batched_tokens=2048
+    )
     for name in names:
         if name != "base":
-            served.load_adapter(name, work / dtype / name)
+            served.load_adapter(work / dtype / name, adapter_name=name)
     asked = torch.tensor(prompts(), device=DEVICE)
     rows = [None if name == "base" else name for name in names for _ in range(len(asked))]
     said = answers(served, rows, asked.repeat(len(names), 1))

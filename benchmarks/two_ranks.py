@@ -133,11 +133,11 @@ def pooled(
     served, ranks = serve_rank(
         run.model(rank, attention),
         lora_sharding=LoraSharding(layout),
-        slots=slots,
-        num_pages=64 + files * slots // 2048,
+        max_adapters=slots,
+        pool_bytes=(128 << 10) + files * slots,
         max_num_batched_tokens=tokens,
         max_num_seqs=rows,
-        shared_pages=65536 if CUDA else 1024,
+        shared_bytes="128MiB" if CUDA else "2MiB",
     )
     return served, ranks.traffic
 
@@ -155,7 +155,7 @@ def pooled_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Ten
         rows=max(len(ids), run.tenants),
     )
     for name in (*NINE, "attention"):
-        served.load_adapter(name, run.store(layout, size) / name)
+        served.load_adapter(run.store(layout, size) / name, adapter_name=name)
     found = torch.log_softmax(served.forward(ids, adapter_names=[*NINE, None]).logits.float(), -1).cpu()
     sent: dict[str, object] = {}
     for name in ("attention", "lora-a"):
@@ -198,7 +198,7 @@ def steps(run: Run, rank: int, size: int) -> dict[str, object]:
         )
         for pool, names in (("base", []), ("plain LoRA", lora), ("five methods", five)):
             for i, name in enumerate(names):
-                served.load_adapter(f"{name} {i}", run.store(layout, size) / name)
+                served.load_adapter(run.store(layout, size) / name, adapter_name=f"{name} {i}")
             rows = [f"{name} {i}" for i, name in enumerate(names)] or [None] * run.tenants
             with served.step(rows, [1] * run.tenants), torch.no_grad():
                 found[f"{pool}, pool, {layout}"] = timed(

@@ -19,20 +19,21 @@ from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.layers import linear_layers
 from scute_compile.runtime_min.model.checks import (
     allocating,
+    check_adapter,
+    check_counts,
     check_options,
-    check_rows,
-    check_sizes,
-    check_source,
-    check_step,
     check_structure,
     check_tokens,
-    check_turn,
     check_unwrapped,
+    check_usable,
+    names_per_row,
+    names_per_token,
     shape_of,
     weight_of,
 )
+from scute_compile.runtime_min.model.sizes import bytes_of
 from scute_compile.runtime_min.pool.admission import check_known, check_new, check_size
-from scute_compile.runtime_min.pool.directory import DirectoryEntry
+from scute_compile.runtime_min.pool.directory import DirectoryEntry, pages_of
 from scute_compile.runtime_min.pool.equal_pages import with_equal_pages
 from scute_compile.runtime_min.pool.fully_sharded import check_met
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, PackedFactor
@@ -58,8 +59,9 @@ class ServedModel:
         self,
         model: torch.nn.Module,
         *,
-        max_adapters: int,
-        num_pages: int,
+        max_adapters: int = 8,
+        pool_bytes: int | str = "128MiB",
+        shared_bytes: int | str = "32MiB",
         dtype: torch.dtype | None = None,
         max_num_batched_tokens: int = 4096,
         max_num_seqs: int = 64,
@@ -67,7 +69,6 @@ class ServedModel:
         base_structure: str | None = None,
         convert: bool = False,
         fixed: bool = False,
-        shared_pages: int = 16384,
         tp: int = 1,
         rank: int = 0,
         exchanges: Mapping[str, TermExchange] | None = None,
@@ -78,7 +79,9 @@ class ServedModel:
         Args:
             model: A transformers causal LM on one device; its layers are replaced until `remove`.
             max_adapters: Most adapters on the device at once, and so most in one batch.
-            num_pages: The pool's pages, of 2 KiB.
+            pool_bytes: Memory for adapters: bytes, or text such as `"128MiB"`; rounded up to pages of 2 KiB.
+            shared_bytes: Memory for factors that adapters share, likewise; the default holds two pairs of rank 256 and
+                14336 features in bfloat16.
             dtype: The pool's dtype; None: that of the model's layers, which kernels need. On a CPU any.
             max_num_batched_tokens: Most tokens of a step: rows times the longest prompt.
             max_num_seqs: Most tokens of a decode step.
@@ -87,7 +90,6 @@ class ServedModel:
             base_structure: The structure hash of the base; artifacts that were compiled for another are refused.
             convert: Whether artifacts of another dtype are rounded to the pool's.
             fixed: Whether every step is launched alike, whatever its adapters: for CUDA graphs and `torch.compile`.
-            shared_pages: Pages for shared factors.
             tp: Number of ranks that the model's layers were cut for; see `scute_compile.runtime_min.model.ranks`.
             rank: Which of them this is.
             exchanges: How these ranks complete the intermediates of fully sharded terms, by the path of a layer; None:
@@ -106,23 +108,21 @@ class ServedModel:
         linears = {name: layer for name, layer in linear_layers(model).items() if layer is not heads}
         self._factors: WeakValueDictionary[str, PackedFactor] = WeakValueDictionary()
         check_unwrapped(model)
-        check_sizes(
-            1,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            num_pages=num_pages,
-            max_adapters=max_adapters,
+        check_counts(
+            1, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_adapters=max_adapters
         )
-        check_sizes(0, max_lora_rank=max_lora_rank, shared_pages=shared_pages)
+        check_counts(0, max_lora_rank=max_lora_rank)
+        pool_bytes = bytes_of(pool_bytes, name="pool_bytes", least=1)
+        shared_bytes = bytes_of(shared_bytes, name="shared_bytes", least=0)
         weight = weight_of(linears, dtype)
-        with allocating(num_pages, shared_pages):
+        with allocating(pool_bytes, shared_bytes):
             self.pool = ResidentPool(
                 [site for name, layer in linears.items() for site in _sites(name, layer, meeting.get(name))],
-                num_pages=num_pages,
+                num_pages=pages_of(pool_bytes),
                 max_adapters=max_adapters,
                 dtype=weight.dtype if dtype is None else dtype,
                 device=weight.device,
-                shared_pages=shared_pages,
+                shared_pages=pages_of(shared_bytes),
                 convert=convert,
                 tp=tp,
                 rank=rank,
@@ -176,7 +176,7 @@ class ServedModel:
         """The layers that stand in the model, by path."""
         return {layer.name: layer for layer in self._layers}
 
-    def load_adapter(self, name: str, source: Artifact | Path | str) -> None:
+    def load_adapter(self, source: Artifact | Path | str, *, adapter_name: str) -> None:
         """Add an adapter from an artifact; it comes onto the device with the first batch that uses it.
 
         Raises:
@@ -184,20 +184,20 @@ class ServedModel:
                 SC805 (larger than the pool), SC806 (the name is taken), SC815 (another rank refused it), and an
                 artifact's own faults (SC6xx). The adapters that are loaded serve on.
         """
-        packed = self._read_together(name, source, lambda: check_new(name, self.pool.packed_adapters))
-        self.pool.add(name, packed)
-        self._loaded[name] = LoadedFacts.of(packed)
+        packed = self._read_together(adapter_name, source, lambda: check_new(adapter_name, self.pool.packed_adapters))
+        self.pool.add(adapter_name, packed)
+        self._loaded[adapter_name] = LoadedFacts.of(packed)
 
-    def replace_adapter(self, name: str, source: Artifact | Path | str) -> None:
+    def replace_adapter(self, source: Artifact | Path | str, *, adapter_name: str) -> None:
         """Put another artifact in an adapter's place. Raises SC802, and as `load`; the old one then serves on."""
-        packed = self._read_together(name, source, lambda: check_known([name], self._loaded))
-        self.pool.replace(name, packed)
-        self._loaded[name] = LoadedFacts.of(packed)
+        packed = self._read_together(adapter_name, source, lambda: check_known([adapter_name], self._loaded))
+        self.pool.replace(adapter_name, packed)
+        self._loaded[adapter_name] = LoadedFacts.of(packed)
 
-    def delete_adapter(self, name: str) -> None:
+    def delete_adapter(self, adapter_name: str) -> None:
         """Remove an adapter, on the device and in host memory. Raises SC802 when it isn't loaded."""
-        self.pool.remove(name)
-        del self._loaded[name]
+        self.pool.remove(adapter_name)
+        del self._loaded[adapter_name]
 
     def forward(self, input_ids: torch.Tensor | None = None, *, adapter_names: Rows, **options: Any) -> Any:  # noqa: ANN401 - transformers' own
         """Run the model once with one adapter id, or None, per row of the batch.
@@ -212,10 +212,10 @@ class ServedModel:
                 one that the model doesn't have, a step inside another, or after `remove`).
         """
         shape = shape_of(input_ids, options.get("inputs_embeds"))
-        check_rows(adapter_names, shape[0])
+        names = names_per_row(adapter_names, shape[0])
         check_tokens(input_ids, self.model)
-        with torch.no_grad(), self._leased(adapter_names):
-            self._prepare(adapter_names, shape)
+        with torch.no_grad(), self._leased(names):
+            self._prepare(names, shape)
             return self._call(input_ids=input_ids, **options)
 
     __call__ = forward
@@ -237,13 +237,13 @@ class ServedModel:
         @wraps(inside)
         def prepare(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - transformers' own method, unannotated
             inputs = inside(*args, **kwargs)
-            self._prepare(adapter_names, shape_of(inputs.get("input_ids"), inputs.get("inputs_embeds")))
+            self._prepare(names, shape_of(inputs.get("input_ids"), inputs.get("inputs_embeds")))
             return inputs
 
-        check_rows(adapter_names, shape_of(input_ids, None)[0])
+        names = names_per_row(adapter_names, shape_of(input_ids, None)[0])
         check_tokens(input_ids, self.model)
-        check_options(adapter_names, options, ranks=self._tp)
-        with torch.no_grad(), self._leased(adapter_names):
+        check_options(names, options, tp=self._tp)
+        with torch.no_grad(), self._leased(names):
             model.prepare_inputs_for_generation = prepare
             try:
                 out: torch.Tensor = model.generate(input_ids, **options)
@@ -262,10 +262,9 @@ class ServedModel:
         Raises:
             ScuteError: As `forward`.
         """
-        check_step(adapter_names, tokens)
-        with self._leased(adapter_names):
-            spread = [name for name, count in zip(adapter_names, tokens, strict=True) for _ in range(count)]
-            self._writer.write(spread)
+        names = names_per_token(adapter_names, tokens)
+        with self._leased(names):
+            self._writer.write(names)
             yield
 
     def compile(self, **options: Any) -> None:  # noqa: ANN401 - torch.compile's own
@@ -276,7 +275,7 @@ class ServedModel:
         """Give the model back as it was; further steps are refused."""
         if self._removed:
             return
-        check_turn(removed=False, running=self._running)
+        check_usable(removed=False, running=self._running)
         self._removed = True
         for layer in self._layers:
             _put(self.model, layer.name, layer.plain[0])
@@ -291,7 +290,7 @@ class ServedModel:
     @contextmanager
     def _leased(self, adapter_names: Rows) -> Iterator[None]:
         """Hold the batch's adapters on the device, and let the layers that they touch call the op."""
-        check_turn(removed=self._removed, running=self._running)
+        check_usable(removed=self._removed, running=self._running)
         names = tuple(dict.fromkeys(name for name in adapter_names if name is not None))
         fixed = self._writer.sizes.fixed
         with self._turn(), ExitStack() as stack:
@@ -329,7 +328,7 @@ class ServedModel:
         device = self.pool.memory.pages.device
         together = partial(self._peers.together, name, device) if self._peers else nullcontext
         with together():
-            check_turn(removed=self._removed, running=False)
+            check_usable(removed=self._removed, running=False)
             check()
             packed = self._read(name, source)
         if self._peers:
@@ -341,7 +340,7 @@ class ServedModel:
         return packed
 
     def _read(self, name: str, source: Artifact | Path | str) -> PackedAdapter:
-        check_source(name, source)
+        check_adapter(name, source)
         artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
         manifest = artifact.manifest
         check_structure(name, manifest.base, self.base_structure)

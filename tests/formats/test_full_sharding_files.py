@@ -192,7 +192,9 @@ def test_pools_refuse_what_they_would_serve_in_part(pair: Pair, tmp_path: Path) 
         read_adapter(other, sites_of(other), torch.float32, tp=2, sharding=LoraSharding.FULL)
     assert "compile the adapter again with --lora-sharding full" in str(refused.value)
     with pytest.raises(ScuteError, match="SC801"):
-        ServedModel(load_base("llama", base), max_adapters=1, num_pages=512).load_adapter("one", artifact)
+        ServedModel(load_base("llama", base), max_adapters=1, pool_bytes="1MiB").load_adapter(
+            artifact, adapter_name="one"
+        )
 
 
 @pytest.mark.parametrize(
@@ -225,15 +227,15 @@ def test_a_model_whose_layers_do_not_meet_takes_no_divided_terms(pair: Pair, tmp
     options = ("--tp", 2, "--lora-sharding", "full", "--dtype", "float32")
     artifact = compiled(adapter, base, tmp_path, *options)
     model = load_base("llama", base)
-    served = ServedModel(model, max_adapters=1, num_pages=512, tp=2, exchanges={})
+    served = ServedModel(model, max_adapters=1, pool_bytes="1MiB", tp=2, exchanges={})
     with pytest.raises(ScuteError, match="SC812"):
-        served.load_adapter("one", artifact)
+        served.load_adapter(artifact, adapter_name="one")
     other = compiled(adapter, base, tmp_path / "three", "--tp", 4, *options[2:])
     with pytest.raises(ScuteError, match="SC801"):
-        served.load_adapter("one", other)
+        served.load_adapter(other, adapter_name="one")
     served.remove()
     with pytest.raises(ScuteError, match="SC703"):
-        serve_rank(model, lora_sharding="half", max_adapters=1, num_pages=512)
+        serve_rank(model, lora_sharding="half", max_adapters=1, pool_bytes="1MiB")
 
 
 def test_pools_serve_what_has_no_terms(pair: Pair, tmp_path: Path) -> None:

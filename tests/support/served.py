@@ -45,8 +45,8 @@ def served(base: str, folder: Path, **options: object) -> ServedModel:
     """A tiny base in float32, ready for adapters."""
     chosen: dict[str, Any] = {
         "max_adapters": 12,
-        "num_pages": 4096,
-        "shared_pages": 256,
+        "pool_bytes": "8MiB",
+        "shared_bytes": "512KiB",
         "max_num_batched_tokens": 512,
         **options,
     }

@@ -11,6 +11,7 @@ import torch
 
 from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_min.model.served_model import ServedModel
+from scute_compile.runtime_min.pool.directory import PAGE_BYTES
 from tests.support.bases import load_base
 from tests.support.served import (
     Compiled,
@@ -42,7 +43,7 @@ def loaded(base: str, recipes: tuple[str, ...], make: Make, **options: object) -
     made = [make(recipe, base) for recipe in recipes]
     model = served(base, made[0].base, **options)
     for recipe, one in zip(recipes, made, strict=True):
-        model.load_adapter(recipe, one.artifact)
+        model.load_adapter(one.artifact, adapter_name=recipe)
     return model, made
 
 
@@ -109,14 +110,14 @@ def test_adapters_come_and_go_between_calls(make: Make) -> None:
     model, made = loaded("llama", ("lora",), make)
     ids = ids_of(2, 6)
     first = logits_of(model, ids, ["lora", None])
-    model.load_adapter("oft", make("oft", "llama").artifact)
+    model.load_adapter(make("oft", "llama").artifact, adapter_name="oft")
     both = logits_of(model, ids, ["lora", "oft"])
     assert torch.equal(both[0], first[0])
     assert (both[1] - first[1]).abs().max() > 0.1
     model.delete_adapter("lora")
     assert model.adapters == ("oft",)
     assert torch.equal(logits_of(model, ids, [None, "oft"])[1], both[1])
-    model.replace_adapter("oft", made[0].artifact)
+    model.replace_adapter(made[0].artifact, adapter_name="oft")
     assert torch.equal(logits_of(model, ids, ["oft", None])[0], first[0])
 
 
@@ -171,7 +172,7 @@ def test_the_model_is_given_back_with_its_names(make: Make) -> None:
     before = logprobs(plain, ids)
     with served("gpt2", one.base) as model:
         assert list(model.model.state_dict()) == names
-        model.load_adapter("lora", one.artifact)
+        model.load_adapter(one.artifact, adapter_name="lora")
         assert (torch.log_softmax(logits_of(model, ids, ["lora", None]), -1)[0] - before[0]).abs().max() > 0.1
         inside = model.model
     assert torch.equal(logprobs(inside, ids), before)
@@ -189,9 +190,9 @@ def test_the_weights_of_a_conv1d_are_held_once(make: Make) -> None:
 def test_an_artifact_in_another_dtype_is_refused_or_rounded(make: Make, pair: Pair, shared_folder: Path) -> None:
     half = artifact_of("lora", "llama", pair, shared_folder, dtype="bfloat16")
     model, _ = loaded("llama", ("lora",), make)
-    assert_harmless(model, "SC801", "bfloat16", lambda: model.load_adapter("half", half.artifact))
+    assert_harmless(model, "SC801", "bfloat16", lambda: model.load_adapter(half.artifact, adapter_name="half"))
     rounding, made = loaded("llama", ("lora",), make, convert=True)
-    rounding.load_adapter("half", half.artifact)
+    rounding.load_adapter(half.artifact, adapter_name="half")
     ids = ids_of(2, 8)
     rows = torch.log_softmax(logits_of(rounding, ids[:1].repeat(2, 1), ["lora", "half"]), -1)
     plain = logprobs(load_base("llama", made[0].base), ids[:1])[0]
@@ -200,8 +201,10 @@ def test_an_artifact_in_another_dtype_is_refused_or_rounded(make: Make, pair: Pa
 
 def test_a_half_precision_model_serves_half_precision_artifacts(make: Make, pair: Pair, shared_folder: Path) -> None:
     half = artifact_of("dora", "llama", pair, shared_folder, dtype="bfloat16")
-    model = ServedModel(load_base("llama", half.base).bfloat16(), max_adapters=2, num_pages=512, shared_pages=16)
-    model.load_adapter("dora", half.artifact)
+    model = ServedModel(
+        load_base("llama", half.base).bfloat16(), max_adapters=2, pool_bytes="1MiB", shared_bytes="32KiB"
+    )
+    model.load_adapter(half.artifact, adapter_name="dora")
     ids = ids_of(2, 8)
     ours = torch.log_softmax(logits_of(model, ids, ["dora", None]).float(), -1)
     exact = logprobs(peft_model("llama", make("dora", "llama")), ids[:1])[0]
@@ -223,18 +226,20 @@ def assert_harmless(model: ServedModel, code: str, says: str, act: Callable[[], 
 def test_an_artifact_for_another_base_is_refused(make: Make) -> None:
     model, made = loaded("llama", ("lora",), make)
     other = make("lora", "gpt2")
-    assert_harmless(model, "SC402", "no single change", lambda: model.load_adapter("other", other.artifact))
+    assert_harmless(
+        model, "SC402", "no single change", lambda: model.load_adapter(other.artifact, adapter_name="other")
+    )
     wide = make("lora", "llama-wide")
-    assert_harmless(model, "SC402", "96 outputs", lambda: model.load_adapter("wide", wide.artifact))
+    assert_harmless(model, "SC402", "96 outputs", lambda: model.load_adapter(wide.artifact, adapter_name="wide"))
     strict = served("llama", made[0].base, base_structure="0" * 64)
     with pytest.raises(ScuteError, match="SC608"):
-        strict.load_adapter("lora", made[0].artifact)
+        strict.load_adapter(made[0].artifact, adapter_name="lora")
 
 
 def test_an_artifact_for_other_ranks_is_refused(make: Make, pair: Pair, shared_folder: Path) -> None:
     model, _ = loaded("llama", ("lora",), make)
     cut = artifact_of("lora", "llama", pair, shared_folder, tp=2)
-    assert_harmless(model, "SC801", "tp 2", lambda: model.load_adapter("cut", cut.artifact))
+    assert_harmless(model, "SC801", "tp 2", lambda: model.load_adapter(cut.artifact, adapter_name="cut"))
 
 
 def test_ids_that_are_not_loaded_are_named(make: Make) -> None:
@@ -243,7 +248,9 @@ def test_ids_that_are_not_loaded_are_named(make: Make) -> None:
     assert_harmless(model, "SC802", "nobody", lambda: logits_of(model, ids, ["lora", "nobody"]))
     assert_harmless(model, "SC802", "nobody", lambda: model.generate(ids, adapter_names=["nobody", None]))
     assert_harmless(model, "SC802", "nobody", lambda: model.delete_adapter("nobody"))
-    assert_harmless(model, "SC802", "nobody", lambda: model.replace_adapter("nobody", make("oft", "llama").artifact))
+    assert_harmless(
+        model, "SC802", "nobody", lambda: model.replace_adapter(make("oft", "llama").artifact, adapter_name="nobody")
+    )
 
 
 def test_more_distinct_adapters_than_fit_are_refused(make: Make) -> None:
@@ -261,11 +268,18 @@ def test_more_tokens_than_the_buffers_hold_are_refused(make: Make) -> None:
 def test_a_pool_too_small_for_one_adapter_is_refused(make: Make) -> None:
     wide, _ = loaded("llama", ("lora",), make)
     logits_of(wide, ids_of(1, 2), ["lora"])
-    model, _ = loaded("llama", ("lora",), make, num_pages=wide.pool.stats().pages.in_use, shared_pages=1)
+    model, _ = loaded(
+        "llama", ("lora",), make, pool_bytes=wide.pool.stats().pages.in_use * PAGE_BYTES, shared_bytes="2KiB"
+    )
     large = make("rslora", "llama").artifact  # rank 9, not 4
-    assert_harmless(model, "SC805", "num_pages", lambda: model.load_adapter("rslora", large))
-    assert_harmless(model, "SC805", "num_pages", lambda: model.replace_adapter("lora", large))
-    assert_harmless(model, "SC805", "shared_pages", lambda: model.load_adapter("vera", make("vera", "llama").artifact))
+    assert_harmless(model, "SC805", "pool with at least", lambda: model.load_adapter(large, adapter_name="rslora"))
+    assert_harmless(model, "SC805", "pool with at least", lambda: model.replace_adapter(large, adapter_name="lora"))
+    assert_harmless(
+        model,
+        "SC805",
+        "bytes for shared factors, ",
+        lambda: model.load_adapter(make("vera", "llama").artifact, adapter_name="vera"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,12 +309,14 @@ def test_rows_want_an_order(adapters: object, make: Make) -> None:
 def test_what_is_no_name_is_refused(name: object, make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     artifact = make("oft", "llama").artifact
-    assert_harmless(model, "SC703", "a text", lambda: model.load_adapter(name, artifact))  # type: ignore[arg-type] # likewise
+    assert_harmless(model, "SC703", "a text", lambda: model.load_adapter(artifact, adapter_name=name))  # type: ignore[arg-type] # likewise
 
 
 def test_ids_that_do_not_fit_the_batch_are_refused(make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
-    assert_harmless(model, "SC703", "3 adapter ids for 4 rows", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 3))
-    assert_harmless(model, "SC703", "2 adapter ids for 4", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 2))
-    assert_harmless(model, "SC703", "3 adapter ids", lambda: model.generate(ids_of(4, 4), adapter_names=["lora"] * 3))
-    assert_harmless(model, "SC806", "a new name", lambda: model.load_adapter("lora", make("oft", "llama").artifact))
+    assert_harmless(model, "SC703", "3 adapter names for 4 rows", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 3))
+    assert_harmless(model, "SC703", "2 adapter names for 4", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 2))
+    assert_harmless(model, "SC703", "3 adapter names", lambda: model.generate(ids_of(4, 4), adapter_names=["lora"] * 3))
+    assert_harmless(
+        model, "SC806", "a new name", lambda: model.load_adapter(make("oft", "llama").artifact, adapter_name="lora")
+    )

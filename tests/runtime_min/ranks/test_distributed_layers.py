@@ -73,12 +73,12 @@ def pooled(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, l
         load_model(base),
         lora_sharding=layout,
         max_adapters=len(recipes),
-        num_pages=4096,
-        shared_pages=256,
+        pool_bytes="8MiB",
+        shared_bytes="512KiB",
         max_num_batched_tokens=512,
     )
     for recipe in recipes:
-        served.load_adapter(recipe, store / recipe)
+        served.load_adapter(store / recipe, adapter_name=recipe)
     # slots differ from rank to rank, as they do after evictions where one rank holds more than another
     served.pool.ensure(recipes[::-1] if ranks.rank else recipes)
     out = served(ids, adapter_names=[*recipes, None])
@@ -134,8 +134,8 @@ def half_loaded(base: Path, stores: Mapping[str, Sequence[Path]], ids: torch.Ten
             model, _ = serve_rank(
                 load_model(base),
                 max_adapters=2,
-                num_pages=1024,
-                shared_pages=256,
+                pool_bytes="2MiB",
+                shared_bytes="512KiB",
                 max_num_batched_tokens=64,
                 lora_sharding=LoraSharding(layout),
             )

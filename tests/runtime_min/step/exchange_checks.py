@@ -65,14 +65,14 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
     served, ranks = serve_rank(
         load_model(base),
         max_adapters=len(recipes),
-        num_pages=4096,
-        shared_pages=256,
+        pool_bytes="8MiB",
+        shared_bytes="512KiB",
         max_num_batched_tokens=64,
         lora_sharding=LoraSharding.FULL,
         **options,
     )
     for recipe in dict.fromkeys(recipes):
-        served.load_adapter(recipe, store / recipe)
+        served.load_adapter(store / recipe, adapter_name=recipe)
     served.pool.ensure(recipes[::-1] if ranks.rank else recipes)  # slots differ, as in the test of the reference
     torch.use_deterministic_algorithms(mode=True)
     with (
