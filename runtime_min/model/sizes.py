@@ -8,7 +8,7 @@ from fractions import Fraction
 from scute_compile.diagnostics import Code, fail
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?(KiB|MiB|GiB)")
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?(KiB|MiB|GiB)")
 
 
 def bytes_of(size: int | str, *, name: str, least: int) -> int:

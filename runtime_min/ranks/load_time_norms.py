@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from scute_compile.ir.linear import Split
-from scute_compile.runtime_min.ranks.group import Purpose, RankGroup
+from scute_compile.runtime_min.ranks.group import RankGroup
 
 TILE_VALUES = 1 << 22
 """Weights that are widened at a time: 32 MiB."""
@@ -41,7 +41,7 @@ def shard_scale(
     """
     squares = squared_norms(weight_NK, a_RK, b_RN, c)
     if split is Split.ROW:
-        squares = ranks.all_reduce(squares, Purpose.LOADING)
+        squares = ranks.all_reduce(squares)
     return magnitude_N.to(torch.float64) / squares.sqrt()
 
 

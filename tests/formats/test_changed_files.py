@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from scute_compile.diagnostics import ScuteError
 from scute_compile.formats.artifact import Artifact, open_artifact
-from scute_compile.runtime_min.oracle.site_tensors import load_rank_sites
+from scute_compile.runtime_min.oracle.site_tensors import load_sites
 from tests.support.artifact_files import tampered
 from tests.support.served import Pair, artifact_of, ids_of, logits_of, served
 
@@ -72,7 +72,7 @@ def test_a_rank_file_that_changes_after_it_was_opened_is_refused(
     SPOILT[what](artifact.rank_path(0))
     _refused(lambda: model.load_adapter(artifact, adapter_name="spoilt"), "SC603")
     _refused(lambda: model.replace_adapter(artifact, adapter_name="whole"), "SC603")
-    _refused(lambda: load_rank_sites(artifact, 0, {}, torch.device("cpu")), "SC603")
+    _refused(lambda: load_sites(artifact, {}, torch.device("cpu")), "SC603")
     assert model.adapters == ("whole",)
     model.pool.evict("whole")  # it comes back from host memory: no file is read again
     assert torch.equal(logits_of(model, ids, ["whole", None]), before)

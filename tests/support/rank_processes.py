@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.spawn import start_processes
 
 PRELOADED = [
-    "scute_compile.runtime_min.ranks.distributed_layers",
+    "scute_compile.runtime_min.model.served_model",
     "transformers",
     "transformers.models.llama.modeling_llama",
 ]

@@ -12,7 +12,7 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.batching.continuous_batch import ContinuousBatch
-from scute_compile.runtime_min.model.ranks import serve_rank
+from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.pool.directory import PAGE_BYTES, DirectoryEntry
 from scute_compile.runtime_min.pool.equal_pages import with_equal_pages
 from scute_compile.runtime_min.pool.packed_adapter import (
@@ -36,7 +36,7 @@ SHIFTED = {"r": 1, "lora_bias": True, "target_modules": ["o_proj", "down_proj"]}
 
 def steps(base: Path, store: Path, ids: torch.Tensor, layout: str, pages: int) -> Answer:
     """Two adapters in a pool that has no room for both on rank 0, then in turn."""
-    served, _ = serve_rank(
+    served = ServedModel.for_rank(
         load_model(base),
         lora_sharding=LoraSharding(layout),
         max_adapters=4,
@@ -83,7 +83,7 @@ def test_what_one_rank_has_no_room_for_no_rank_runs(
 def small(base: Path, store: Path, ids: torch.Tensor) -> Answer:
     """Rank 1 has too few pages for an adapter, for which rank 0 has room; then both serve the base."""
     ranks = RankGroup()
-    served, _ = serve_rank(
+    served = ServedModel.for_rank(
         load_model(base),
         max_adapters=4,
         pool_bytes="2KiB" if ranks.rank else "128KiB",
