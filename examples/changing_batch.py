@@ -13,10 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from scute_compile.runtime_min.batching.continuous_batch import ContinuousBatch
-from scute_compile.runtime_min.batching.policy import Policy
-from scute_compile.runtime_min.batching.requests import Request
-from scute_compile.runtime_min.model.served_model import ServedModel
+from scute_compile.runtime_min import ContinuousBatch, Policy, Request, ServedModel
 
 
 def main(base: Path, store: Path) -> None:
