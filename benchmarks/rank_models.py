@@ -1,4 +1,4 @@
-"""The models of `two_ranks.py`: a random Llama of given layer shapes, adapters of all five methods, and their artifacts.
+"""The models of `two_ranks.py`: a random Llama of given shapes, adapters of all five methods, and their artifacts.
 
 All are real files: transformers saves the base, PEFT saves the adapters, the compiler writes artifacts.
 """
@@ -29,7 +29,7 @@ NINE = ("lora-a", "lora-b", "dora", "rsdora", "ia3", "vera-a", "vera-b", "oft-a"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """Shapes of the base and ranks of its adapters; by default Llama-3.1-8B's with fewer layers and a small vocabulary."""
+    """Shapes of the base and its adapters; by default Llama-3.1-8B's with fewer layers and a small vocabulary."""
 
     hidden: int = 4096
     inner: int = 14336

@@ -4,8 +4,8 @@
     python benchmarks/two_ranks.py --ranks 2 --layers 4 --work kept --json two_ranks.json
 
 One batch holds nine adapters (LoRA twice, DoRA, rank-stabilised DoRA on attention, IA3, VeRA twice on one shared pair,
-OFT twice) and a row of the base. Each row is compared with PEFT in float32 and with a run on one rank. Decode steps have
-one token per tenant; on GPUs they are replayed from a CUDA graph when the model lets itself be captured.
+OFT twice) and a row of the base. Each row is compared with PEFT in float32 and with a run on one rank. Decode steps
+have one token per tenant; on GPUs they are replayed from a CUDA graph when the model lets itself be captured.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Run:
         return self.work / f"store-{layout}-{size}"
 
     def model(self, rank: int, attention: str | None = None) -> torch.nn.Module:
-        """The whole base on a rank's device; the comparison with PEFT keeps eager attention, which graphs can't capture."""
+        """The base on a rank's device; comparisons with PEFT keep eager attention, which graphs can't capture."""
         model = load_model(self.base, torch_dtype(self.shapes.dtype)).to(device_of(rank))
         if attention is not None:
             model.set_attn_implementation(attention)
