@@ -276,7 +276,9 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, help="the folder of SmolLM2-135M")
     parser.add_argument("--methods", default=",".join(METHODS), help="methods to measure, separated by commas")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of all four rows together")
-    parser.add_argument("--rates", default="1e-4,3e-4", help="learning rates of the lightly trained DoRA, separated by commas")
+    parser.add_argument(
+        "--rates", default="1e-4,3e-4", help="learning rates of the lightly trained DoRA, separated by commas"
+    )
     parser.add_argument("--steps", type=int, default=25, help="its training steps")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
