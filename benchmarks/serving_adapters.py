@@ -1,7 +1,8 @@
-"""PEFT folders and artifacts of a real model's shapes, without the model: for benchmarks of a whole engine.
+"""PEFT folders and artifacts for a model's shape, without the model's weights: input of `vllm_steps.py`.
 
-LoRA, IA3, VeRA and OFT are compiled from folders against a configuration alone. DoRA's norms need weights, so its
-artifact is that of LoRA with a random `ds` at every site: the same bytes, whose values no clock sees.
+LoRA, IA3, VeRA and OFT are compiled from PEFT folders against a configuration alone. DoRA's norms need weights, so its
+artifact is that of LoRA with a random `ds` at every site: as many bytes as a real one, and equal work for the kernels.
+This module has no command.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from tests.support.drawn_adapters import sites_of
 SHARED_RANK, BLOCK = 256, 32
 PREFIX = "base_model.model."
 NOISE, STRIDE = 1 << 22, 1_000_003
-"""Random values in all, at least as many as the largest tensor has; and how far apart two tensors' values begin."""
+"""Number of random values, at least as many as the largest tensor has; offset between the windows of two tensors."""
 _windows = count_up()
 
 
 def write_config(folder: Path, shape: ModelShape, *, heads: int, vocabulary: int = 32000) -> Path:
-    """Write a Llama configuration with no weights."""
+    """Write a Llama configuration without weights, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     hidden, kv = shape.projection("q_proj").inputs, shape.projection("k_proj").outputs
     config = {
@@ -62,7 +63,7 @@ def write_config(folder: Path, shape: ModelShape, *, heads: int, vocabulary: int
 
 
 def write_adapters(folder: Path, shape: ModelShape) -> Mapping[str, Path]:
-    """Write one PEFT folder per method, and a LoRA of rank 64."""
+    """Write a PEFT folder per method and one of LoRA of rank 64; return the folders by name."""
     made = {
         "lora": _lora(shape, 16),
         "lora-64": _lora(shape, 64),
@@ -79,7 +80,7 @@ def write_adapters(folder: Path, shape: ModelShape) -> Mapping[str, Path]:
 
 
 def compile_all(adapters: Mapping[str, Path], base: Path, store: Path, *, tp: int = 1) -> Mapping[str, Path]:
-    """Compile the folders in bf16, and derive DoRA's artifact. Returns artifacts by name."""
+    """Compile the folders in bf16, derive DoRA's artifact from LoRA's, and return the artifacts by name."""
     outcomes = compile_adapters(
         [str(path) for path in adapters.values()], str(base), Target(tp=tp, dtype=DType.BFLOAT16), store, quiet=True
     )
@@ -92,7 +93,7 @@ def compile_all(adapters: Mapping[str, Path], base: Path, store: Path, *, tp: in
 
 
 def with_scale(artifact: Path, name: str) -> Path:
-    """Copy an artifact in its store, with a random `ds` at every site."""
+    """Copy an artifact within its store as DoRA's, with a random `ds` at every site."""
     copy = artifact.with_name(name)
     if copy.exists():
         shutil.rmtree(copy)
@@ -133,7 +134,7 @@ def _targets(shape: ModelShape) -> list[str]:
 
 @cache
 def _noise() -> torch.Tensor:
-    """Return `NOISE` random values, twice, of which each tensor gets a window: drawing all anew took longest."""
+    """Return `NOISE` random values, twice; each tensor is a window of them, since drawing every tensor is slow."""
     return torch.randn(NOISE).to(torch.bfloat16).repeat(2)
 
 

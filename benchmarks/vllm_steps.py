@@ -1,10 +1,11 @@
-"""Time of a decode step of vLLM itself, stock and with the plugin, one request on each of many adapters.
+"""Times a decode step of vLLM, stock and with the plugin, with one request on each of many adapters.
 
-    python benchmarks/vllm_steps.py --shape llama-3.1-8b --work WORK_FOLDER --json vllm_steps.json
+    PYTHONPATH=. python benchmarks/vllm_steps.py --shape llama-3.1-8b --work WORK_FOLDER --json vllm_steps.json   # GPU
+    PYTHONPATH=. python benchmarks/vllm_steps.py --shape tiny --work WORK_FOLDER            # CPU: tests the script only
 
-Dummy base weights, adapters from `serving_adapters.py`. Each engine runs in a process of its own; a step's time is the
-difference between two lengths of generation, over their distance, the median of some tries. On a CPU use
-`--shape tiny`, which shows that it runs and measures nothing.
+The base has dummy weights; the adapters come from `serving_adapters.py`. Each engine runs in a separate process. The
+time of a step is the difference of the times of two generations over the difference of their lengths; the figure is the
+median of several tries. With `--gpus 2` the stock engines run on one GPU and the plugin's on the other, at once.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ WITHOUT_VERA = ("lora", "dora", "ia3", "oft")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One engine, and the mixes that it is timed on: an adapter for each of the requests in turn."""
+    """An engine, and the mixes of adapters that it is timed on."""
 
     name: str
     plugin: bool
     max_rank: int
     mixes: Mapping[str, Sequence[str]]
-    """By name; adapters in turn, those that start with `folder:` as plain PEFT folders; empty for the base."""
+    """Adapters by name of the mix. Request i uses adapter i modulo their number; none: the base.
+
+    `folder:NAME` is a PEFT folder instead of an artifact.
+    """
 
 
 ENGINES = (
@@ -86,25 +90,30 @@ ENGINES = (
 
 
 def main() -> None:
-    """Prepare adapters once, run every engine, print and write the table."""
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    asked.add_argument("--layers", type=int, help="fewer layers than the model has")
-    asked.add_argument("--tenants", type=int, default=20)
-    asked.add_argument("--work", type=Path, required=True)
-    asked.add_argument("--json", type=Path)
-    asked.add_argument("--gpus", type=int, default=1, help="2: the plugin's engine runs on a GPU of its own")
-    asked.add_argument("--mixes", nargs="+", help="only these")
-    asked.add_argument("--engine", type=int, help=argparse.SUPPRESS)
-    chosen = asked.parse_args()
+    """Write the adapters, run every engine, print the table, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--tenants", type=int, default=20, help="requests, each with its adapter")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder for configuration, adapters and artifacts; kept"
+    )
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        help="2: stock engines on the first GPU, the plugin's engines on the second, at once",
+    )
+    parser.add_argument("--mixes", nargs="+", help="measure only these mixes")
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
     if chosen.engine is not None:
         measure(chosen, ENGINES[chosen.engine])
         return
     prepare(chosen)
     queues: list[list[int]] = [[] for _ in range(max(1, chosen.gpus))]
-    for number, engine in enumerate(
-        ENGINES
-    ):  # what is compared with stock runs beside it where there are GPUs for both
+    for number, engine in enumerate(ENGINES):
         queues[-1 if engine.plugin else 0].append(number)
     with ThreadPoolExecutor(len(queues)) as pool:
         futures = [pool.submit(run_engines, chosen, queue, gpu) for gpu, queue in enumerate(queues)]
@@ -115,7 +124,7 @@ def main() -> None:
 
 
 def run_engines(chosen: argparse.Namespace, numbers: Sequence[int], gpu: int) -> list[dict[str, Any]]:
-    """Run engines one after the other on one GPU, each in a process of its own."""
+    """Run engines one after another on one GPU, each in a separate process."""
     rows: list[dict[str, Any]] = []
     for number in numbers:
         engine = ENGINES[number]
@@ -129,19 +138,19 @@ def run_engines(chosen: argparse.Namespace, numbers: Sequence[int], gpu: int) ->
             stdout=subprocess.PIPE,
             text=True,
         )
-        found = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
-        rows += found or [{"engine": engine.name, "mix": f"failed, status {done.returncode}", "ms": None}]
+        measured = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+        rows += measured or [{"engine": engine.name, "mix": f"failed, status {done.returncode}", "ms": None}]
     return rows
 
 
 def shape_of(chosen: argparse.Namespace) -> tuple[ModelShape, int]:
-    """Return the model's sizes and its heads."""
+    """Return the model's shape and its number of attention heads."""
     shape, heads = SHAPES[chosen.shape]
     return replace(shape, layers=chosen.layers or shape.layers), heads
 
 
 def prepare(chosen: argparse.Namespace) -> None:
-    """Write the configuration, the folders and the artifacts unless they are there."""
+    """Write the configuration, the PEFT folders and the artifacts, unless they exist."""
     from serving_adapters import compile_all, write_adapters, write_config
 
     shape, heads = shape_of(chosen)
@@ -152,7 +161,7 @@ def prepare(chosen: argparse.Namespace) -> None:
 
 
 def measure(chosen: argparse.Namespace, engine: Engine) -> None:
-    """Start one engine and print a line for each mix."""
+    """Start an engine and print a line of JSON for each mix."""
     import torch
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -163,7 +172,6 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
         sizes = [1, chosen.tenants]
         options |= {
             "attention_backend": "TRITON_ATTN",
-            "gpu_memory_utilization": 0.8,
             "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": sizes},
         }
     llm = LLM(
@@ -173,6 +181,7 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
         enable_lora=True,
         max_loras=chosen.tenants,
         max_lora_rank=engine.max_rank,
+        gpu_memory_utilization=0.8 if gpu else 0.3,  # on a CPU, of the host's memory
         max_model_len=512,
         max_num_batched_tokens=2048,
         max_num_seqs=max(32, chosen.tenants),
@@ -198,18 +207,18 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
             name = adapters[row % len(adapters)]
             folder = chosen.work / ("folders" if name.startswith("folder:") else "store") / name.removeprefix("folder:")
             requests[row] = LoRARequest(f"{name}-{serial}", serial, str(folder))
-        first = seconds(short, requests)  # with loading
+        first = seconds(short, requests)  # includes loading the adapters
         times = [(seconds(long, requests) - seconds(short, requests)) / (long - short) for _ in range(tries)]
         step = round(statistics.median(times) * 1e3, 3)
         row_out = {"engine": engine.name, "mix": mix, "ms": step, "first_s": round(first, 2)}
         sys.stdout.write("ROW " + json.dumps(row_out) + "\n")
         sys.stdout.flush()
-        with (chosen.work / "rows.jsonl").open("a") as kept:  # what a run that is cut off had found
-            kept.write(json.dumps(row_out) + "\n")
+        with (chosen.work / "rows.jsonl").open("a") as file:  # keeps the figures of a run that is interrupted
+            file.write(json.dumps(row_out) + "\n")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows, and each one's ratio to the same engine's plain LoRA."""
+    """Print the rows with their ratios to plain LoRA on the same engine."""
     lora = {row["engine"]: row["ms"] for row in rows if row["mix"] == "lora"}
     for row in rows:
         ratio = f"{row['ms'] / lora[row['engine']]:7.3f}" if row["ms"] and lora.get(row["engine"]) else " " * 7
