@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,33 +27,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from scute_compile.base.shapes import SHAPES
-from tests.support.drawn_adapters import sites_of
+from tests.support.sparse_base import layer_weights, llama_config
 
 MODEL = SHAPES["llama-3.2-1b"]
-HIDDEN, INNER, LAYERS = MODEL.projection("q_proj").inputs, MODEL.projection("down_proj").inputs, MODEL.layers
-VOCABULARY, HEAD_DIM = 128256, 64
+HIDDEN, LAYERS, VOCABULARY = MODEL.projection("q_proj").inputs, MODEL.layers, 128256
 RANK, ALPHA = 16, 32
 LAYERS_PER_FILE = 4
-PROJECTIONS = {
-    site.name.removeprefix("model.layers.0."): (site.out_features, site.in_features)
-    for site in sorted(sites_of(replace(MODEL, layers=1)), key=lambda site: site.name)
-}
-"""Shape of each projection's weight by its path in a layer."""
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "head_dim": HEAD_DIM,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": HIDDEN // HEAD_DIM,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": MODEL.projection("k_proj").outputs // HEAD_DIM,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-    "vocab_size": VOCABULARY,
-}
+PROJECTIONS = layer_weights(MODEL)
+CONFIG = llama_config(
+    MODEL, head_dim=64, vocabulary=VOCABULARY, max_position_embeddings=131072, tie_word_embeddings=True
+)
 AIMS = {
     "compile / cat": (4.0, "at most"),
     "PEFT forward / compile": (6.0, "at least"),

@@ -26,6 +26,7 @@ from scute_compile.formats.manifest import manifest_digest
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from tests.support.drawn_adapters import sites_of
+from tests.support.sparse_base import llama_config
 
 SHARED_RANK, BLOCK = 256, 32
 PREFIX = "base_model.model."
@@ -37,27 +38,17 @@ _windows = count_up()
 def write_config(folder: Path, shape: ModelShape, *, heads: int, vocabulary: int = 32000) -> Path:
     """Write a Llama configuration without weights, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    hidden, kv = shape.projection("q_proj").inputs, shape.projection("k_proj").outputs
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": shape.projection("up_proj").outputs,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": heads,
-        "head_dim": hidden // heads,
-        "num_key_value_heads": kv * heads // hidden,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-        "rope_theta": 10000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    config = llama_config(
+        shape,
+        head_dim=shape.projection("q_proj").inputs // heads,
+        vocabulary=vocabulary,
+        max_position_embeddings=4096,
+        hidden_act="silu",
+        torch_dtype="bfloat16",
+        rope_theta=10000.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
