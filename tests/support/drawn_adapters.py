@@ -22,8 +22,6 @@ from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 
 Draw = Callable[..., torch.Tensor]
 METHODS = ("lora", "dora", "ia3", "oft", "vera", "adalora")
-
-
 LLAMA_8B = SHAPES["llama-3.1-8b"]
 SMOLLM2_135M = SHAPES["smollm2-135m"]
 BLOCKS = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
@@ -47,7 +45,7 @@ def sites_of(shape: ModelShape) -> tuple[DirectoryEntry, ...]:
 def pair_of(
     sites: Sequence[DirectoryEntry], rank: int, dtype: torch.dtype, *, seed: int = 0, pin: bool = False
 ) -> PairWindow:
-    """Return one VeRA pair as wide as the widest site, as PEFT shares it among all layers."""
+    """Return a VeRA pair as wide as the widest site; PEFT shares such a pair among all layers."""
     generator = torch.Generator().manual_seed(seed)
     widths = max(site.in_features for site in sites), max(site.out_features for site in sites)
     a, b = (
@@ -68,9 +66,20 @@ def tenant(
     seed: int = 0,
     pin: bool = False,
 ) -> PackedAdapter:
-    """Return an adapter of `METHODS` on all sites; IA3 as PEFT's defaults place it, on k, v and the MLP.
+    """Return a random adapter whose values are small enough that the model's activations stay finite.
 
-    Values are small enough that a model with it stays finite. VeRA needs a `pair`.
+    Args:
+        method: One of `METHODS`.
+        sites: The sites to adapt; IA3 adapts those of PEFT's defaults alone: k, v and up.
+        dtype: Dtype of the values.
+        rank: Rank of LoRA, DoRA and AdaLoRA.
+        block: Width of OFT's blocks.
+        pair: VeRA's pair.
+        seed: Seed of the values; the adapter's name is `METHOD-SEED`.
+        pin: Whether the bytes are in pinned memory.
+
+    Raises:
+        ValueError: VeRA without a pair.
     """
     generator = torch.Generator().manual_seed(seed)
 
