@@ -9,7 +9,6 @@ import typing
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from typer.models import ArgumentInfo, CommandInfo
 
@@ -61,7 +60,8 @@ def _command(registered: CommandInfo) -> str:
     arguments = "".join(f" {spelling}" for spelling, *_ in rows if not spelling.startswith("-"))
     table = "".join(f"| `{spelling}` | {default} | {text} |\n" for spelling, default, text in rows)
     head = f"## scute {_name(registered)}\n\n{inspect.getdoc(registered.callback)}\n"
-    return f"{head}\n```text\nscute {_name(registered)}{arguments} [OPTIONS]\n```\n\n| | default | |\n|---|---|---|\n{table}"
+    usage = f"```text\nscute {_name(registered)}{arguments} [OPTIONS]\n```\n"
+    return f"{head}\n{usage}\n| parameter | default | meaning |\n|---|---|---|\n{table}"
 
 
 def _name(registered: CommandInfo) -> str:
@@ -88,7 +88,7 @@ def _parameters(registered: CommandInfo) -> Iterator[tuple[str, str, str]]:
         yield f"{spellings}{value}".replace("|", "\\|"), shown, info.help
 
 
-def _value(kind: Any) -> str:
+def _value(kind: object) -> str:
     """Return the word for an option's value: its choices, or its kind."""
     kinds = [one for one in typing.get_args(kind) or (kind,) if one is not type(None)]
     if isinstance(kinds[0], type) and issubclass(kinds[0], Enum):

@@ -23,7 +23,9 @@ TEXTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROO
 """All pages, whose links and names are checked."""
 WIDTH = 100
 FENCE = re.compile(r"^```(?P<kind>\w+)(?P<options>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
-GENERATED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of generated -->$)", re.DOTALL | re.MULTILINE)
+GENERATED = re.compile(
+    r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of generated -->$)", re.DOTALL | re.MULTILINE
+)
 VARYING = re.compile(r"\d+(?:\.\d+)?e[-+]\d+|\b\d\.\d{3}\b|\b[0-9a-f]{12}\b")
 """What another processor or torch prints differently: rounding errors, effects, hashes of random weights."""
 MAKES_THE_EXAMPLE = "scute demo -o example"
@@ -58,9 +60,10 @@ class Command:
 
 @dataclass(slots=True)
 class PageRun:
-    """A page that is run in a folder of its own."""
+    """A page that is being run."""
 
     folder: Path
+    """Where commands run: it holds the demo's files as `example`."""
     program: list[str] = field(default_factory=list)
     """The page's untitled Python blocks so far: one program."""
 
@@ -82,8 +85,8 @@ class PageRun:
         else:
             self.program.append(body)
 
-    def finish(self) -> None:
-        """Run the page's program."""
+    def run_program(self) -> None:
+        """Run the page's untitled Python blocks as one program."""
         if self.program:
             (self.folder / "program.py").write_text("\n".join(self.program), encoding="utf-8")
             self._subprocess([sys.executable, "program.py"])
@@ -116,17 +119,19 @@ def commands_of(body: str) -> Iterator[Command]:
 def commands(text: str) -> list[Command]:
     """Return the commands of all console blocks of a page."""
     return [
-        command for match in FENCE.finditer(text) if match["kind"] == "console" for command in commands_of(match["body"])
+        command
+        for match in FENCE.finditer(text)
+        if match["kind"] == "console"
+        for command in commands_of(match["body"])
     ]
 
 
-def run_page(text: str, folder: Path) -> str:
-    """Run a page's commands and Python in `folder`, which holds the demo's files as `example`.
+def run_commands(text: str, run: PageRun) -> str:
+    """Run a page's commands, and collect its Python.
 
     Returns:
         The page with the outputs that are printed now; one that differs in `VARYING` digits alone is kept.
     """
-    run = PageRun(folder)
 
     def block(match: re.Match[str]) -> str:
         if match["kind"] == "python":
@@ -135,9 +140,7 @@ def run_page(text: str, folder: Path) -> str:
             return match[0]
         return f"```console{match['options']}\n{run.console(match['body'])}```"
 
-    now = FENCE.sub(block, text)
-    run.finish()
-    return now
+    return FENCE.sub(block, text)
 
 
 def with_generated(text: str, parts: dict[str, Callable[[], str]]) -> str:
