@@ -1,4 +1,4 @@
-"""Shapes of models: the linear projections of their layers, by name or from a base."""
+"""Shapes of models: the linear projections of their layers, from a table of names or from a base."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from dataclasses import dataclass
 from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Code, fail
 
-# PEFT's own targets of IA3: the outputs of the keys and values, and the input of the layer that closes the MLP.
+# PEFT's default targets of IA3: the outputs of keys and values, and the input of the MLP's last layer.
 _IA3_OUTPUTS = frozenset({"k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"})
-
-
 _IA3_INPUTS = frozenset({"down_proj", "mlp.c_proj", "dense_4h_to_h"})
-
-
 _GATED = frozenset({"up_proj", "gate_up_proj"})
 
 
@@ -29,7 +25,7 @@ class Projection:
     inputs: int
     outputs: int
     gemm: str
-    """The fused site: equal for projections that an engine multiplies at once."""
+    """The fused site: equal for projections that an engine multiplies in one GEMM."""
 
     def called(self, names: Iterable[str]) -> bool:
         """Whether the path ends with one of `names`."""
@@ -69,8 +65,8 @@ class ModelShape:
     def ia3_vectors(self) -> tuple[tuple[str, int], ...]:
         """Fused site and length of each IA3 vector of one layer.
 
-        The MLP's vector stands on the input of the closing layer; in a gated MLP it is placed on the outputs of
-        `up_proj`, which are as many.
+        The MLP's vector scales the input of its last layer; in a gated MLP it is placed on the outputs of `up_proj`,
+        which has as many.
         """
         gated = next((p.gemm for p in self.projections if p.called(_GATED)), None)
         outputs = [(p.gemm, p.outputs) for p in self.projections if p.called(_IA3_OUTPUTS)]
@@ -106,7 +102,7 @@ SHAPES: Mapping[str, ModelShape] = {
 
 
 def named_shape(name: str) -> ModelShape:
-    """Return a shape of the table, whatever the name's capitals.
+    """Return a shape of the table by its name, ignoring case.
 
     Raises:
         ScuteError: SC703 when the table has no such name.
@@ -124,7 +120,7 @@ def named_shape(name: str) -> ModelShape:
 
 
 def shape_of(structure: ModelStructure) -> ModelShape:
-    """Return the shape of a base model; layers that differ become one layer that holds them all.
+    """Return the shape of a base model. If its layers differ, the shape has one layer with all projections.
 
     Raises:
         ScuteError: SC405 when the base has no linear layers.
