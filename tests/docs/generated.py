@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 
@@ -59,19 +59,24 @@ def _command(registered: CommandInfo) -> str:
     rows = list(_parameters(registered))
     arguments = "".join(f" {spelling}" for spelling, *_ in rows if not spelling.startswith("-"))
     table = "".join(f"| `{spelling}` | {default} | {text} |\n" for spelling, default, text in rows)
-    head = f"## scute {_name(registered)}\n\n{inspect.getdoc(registered.callback)}\n"
+    head = f"## scute {_name(registered)}\n\n{inspect.getdoc(_function(registered))}\n"
     usage = f"```text\nscute {_name(registered)}{arguments} [OPTIONS]\n```\n"
     return f"{head}\n{usage}\n| parameter | default | meaning |\n|---|---|---|\n{table}"
 
 
+def _function(registered: CommandInfo) -> Callable[..., object]:
+    assert registered.callback is not None
+    return registered.callback
+
+
 def _name(registered: CommandInfo) -> str:
-    return str(registered.name or registered.callback.__name__.replace("_", "-"))
+    return str(registered.name or _function(registered).__name__.replace("_", "-"))
 
 
 def _parameters(registered: CommandInfo) -> Iterator[tuple[str, str, str]]:
     """Yield spelling, default and help of each argument and option of a command."""
-    hints = typing.get_type_hints(registered.callback, include_extras=True)
-    for name, parameter in inspect.signature(registered.callback).parameters.items():
+    hints = typing.get_type_hints(_function(registered), include_extras=True)
+    for name, parameter in inspect.signature(_function(registered)).parameters.items():
         hint = hints[name]
         if typing.get_origin(hint) is not typing.Annotated:  # `Annotated[...] | None` is not used
             raise TypeError(f"{_name(registered)}: {name} has no help")
@@ -79,20 +84,20 @@ def _parameters(registered: CommandInfo) -> Iterator[tuple[str, str, str]]:
         default = parameter.default
         required = default is inspect.Parameter.empty
         if isinstance(info, ArgumentInfo):
-            yield info.metavar, "required", info.help
+            yield str(info.metavar), "required", str(info.help)
             continue
         declared = [word for word in (info.default, *(info.param_decls or ())) if isinstance(word, str)]
         spellings = ", ".join(declared or [f"--{name.replace('_', '-')}"])
         value = "" if kind is bool else f" {info.metavar or _value(kind)}"
         shown = "required" if required else _default(default)
-        yield f"{spellings}{value}".replace("|", "\\|"), shown, info.help
+        yield f"{spellings}{value}", shown, str(info.help)
 
 
 def _value(kind: object) -> str:
     """Return the word for an option's value: its choices, or its kind."""
     kinds = [one for one in typing.get_args(kind) or (kind,) if one is not type(None)]
     if isinstance(kinds[0], type) and issubclass(kinds[0], Enum):
-        return "|".join(str(member.value) for member in kinds[0])
+        return "{" + ",".join(str(member.value) for member in kinds[0]) + "}"
     return {int: "N", float: "NUMBER", Path: "PATH"}.get(kinds[0], "TEXT")
 
 

@@ -113,5 +113,5 @@ def test_an_example_without_its_arguments_says_how_it_is_called(name: str, tmp_p
 
 
 def _example(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "examples" / name, *arguments]
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
