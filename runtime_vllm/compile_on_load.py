@@ -1,4 +1,4 @@
-"""Compiling a PEFT folder when an engine loads it: once per content, kept in a store, shared by all ranks."""
+"""Compiles a PEFT folder when an engine loads it, and keeps the result in a store for all ranks and later starts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from scute_compile.runtime_vllm.engine_base import EngineBase
 
 
 def compile_folder(adapter: Path, base: EngineBase, *, tp: int, dtype: torch.dtype, store: Path) -> Artifact:
-    """Compile a PEFT folder for an engine, or open what was compiled from the same content before.
+    """Compile a PEFT folder for an engine, or open the artifact of an earlier compile of the same content.
 
-    Every rank calls this; the first one to hold the store's lock compiles, the others wait and open.
+    Every rank calls this. The first to take the store's lock compiles; the others wait and open the result.
 
     Args:
-        adapter: The folder.
-        base: The engine's model, whose files DoRA's norms are read from.
-        tp: The engine's ranks.
-        dtype: The pool's.
+        adapter: The PEFT folder.
+        base: The engine's model; DoRA's norms are computed from its files.
+        tp: The engine's number of ranks.
+        dtype: The pool's dtype.
         store: Where compiled folders are kept.
 
     Raises:
-        ScuteError: Whatever the compiler refuses.
+        ScuteError: What the compiler refuses.
     """
     target = Target(tp=tp, dtype=DType(str(dtype).removeprefix("torch.")))
     name = f"{adapter.name.lstrip('.') or 'adapter'}-{_identity(adapter, base, target)}"
@@ -39,7 +39,7 @@ def compile_folder(adapter: Path, base: EngineBase, *, tp: int, dtype: torch.dty
         if is_artifact(store / name):
             try:
                 return open_artifact(store / name)
-            except ScuteError:  # damaged, or of an older version: compiled anew
+            except ScuteError:  # damaged, or of an older format: compile it again
                 pass
         planned = plan(str(adapter), base.opened, target, hash_files=True, name=name)
         if planned.refused:
@@ -51,14 +51,14 @@ def compile_folder(adapter: Path, base: EngineBase, *, tp: int, dtype: torch.dty
 
 
 def _lock(store: Path) -> Path:
-    """Return a folder to lock beside the store's own lock, which writing an artifact takes."""
+    """Return a folder to lock; the store's own lock is taken when an artifact is written."""
     folder = store / ".compiling"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def _identity(adapter: Path, base: EngineBase, target: Target) -> str:
-    """Return what makes two compiles the same: the adapter's files, the base, ranks and dtype."""
+    """Return a hash of the adapter's files, the base, the number of ranks and the dtype."""
     digest = hashlib.sha256(f"{base.opened.structure_hash()} {base.folder} {target.tp} {target.dtype}".encode())
     for file in sorted(adapter.glob("adapter_*")):
         if file.is_file():

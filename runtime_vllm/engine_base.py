@@ -1,4 +1,4 @@
-"""The engine's base model as the compiler sees it: to refuse artifacts for another one, and to compile for this one."""
+"""The engine's base model as the compiler opens it: to check artifacts against, and to compile for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from scute_compile.diagnostics import Diagnostic, ScuteError
+from scute_compile.diagnostics import ScuteError
 from scute_compile.driver.artifact_checks import other_base
 from scute_compile.formats.artifact import Artifact
 from scute_compile.pipeline import OpenBase, open_model
@@ -36,14 +36,14 @@ class EngineBase:
 
     @cached_property
     def opened(self) -> OpenBase:
-        """Return the base with its structure; weights stay unread. Raises what `open_model` raises."""
+        """Return the base with its structure, without reading weights. Raises what `open_model` raises."""
         return open_model(self.folder, weights=False)
 
     def check(self, artifact: Artifact) -> None:
         """Refuse an artifact that was compiled for another base.
 
-        A quantized checkpoint has other tensors than the base that adapters were trained on, so there only names and
-        sizes of layers are compared, when the artifact is read; the engine's log says so.
+        A quantized checkpoint has other tensors than the base that adapters were trained on. For such a base only names
+        and sizes of layers are compared, when the artifact is read, and the engine's log says so.
 
         Raises:
             ScuteError: SC608.
@@ -54,7 +54,7 @@ class EngineBase:
         identity = artifact.manifest.base.structure, artifact.manifest.base.content
         if identity in self._checked:
             return
-        wrong: tuple[Diagnostic, ...] = other_base(artifact, self.opened)
-        if wrong:
-            raise ScuteError(wrong)
+        differences = other_base(artifact, self.opened)
+        if differences:
+            raise ScuteError(differences)
         self._checked.add(identity)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Engine, started
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Engine, Engines
+from tests.runtime_vllm.engine_forks import connected
 
 if TYPE_CHECKING:
     from tests.runtime_vllm.adapters_by_method import Tenants
@@ -19,6 +20,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SMOLLM2 = "SCUTE_TEST_SMOLLM2"
 """Environment variable: a folder with SmolLM2-135M."""
+
+
+@pytest.fixture(scope="session")
+def engines(shared_folder: Path) -> Iterator[Engines]:
+    """Starts engines from a process that has imported vLLM, the same for every worker."""
+    with connected(shared_folder) as forks:
+        yield Engines(forks=forks, logs=shared_folder / "logs")
 
 
 @pytest.fixture(scope="session")
@@ -50,12 +58,11 @@ LONG = "SCUTE_TEST_LONG"
 
 
 @pytest.fixture(scope="session", params=PROCESSES if os.environ.get(LONG) == "1" else tuple(PROCESSES)[:1])
-def crowded(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
+def crowded(request: pytest.FixtureRequest, llama: Tenants, engines: Engines) -> Iterator[Engine]:
     """An engine with two slots and a place for one more adapter, and with a prefix cache of blocks of 32 tokens."""
-    log = shared_folder / "logs" / f"crowded-{request.param[3:]}"
-    with started(
+    with engines.started(
+        f"crowded-{request.param[3:]}",
         llama.base,
-        log,
         settings=PROCESSES[request.param],
         enable_prefix_caching=True,
         block_size=32,

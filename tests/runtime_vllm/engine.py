@@ -1,32 +1,22 @@
-"""Starts engines and talks to them: one process each, so that no test inherits another's vLLM."""
+"""Starts engines, each in a process of its own, and talks to them."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from select import select
 from typing import Any, TypeVar
 
-PROGRAM = Path(__file__).with_name("engine_program.py")
-STARTING, PATIENCE = 240.0, 180.0
-"""Seconds that a start and an answer may take; on two idle cores it is 6 to 20, and less than one."""
+from tests.runtime_vllm.engine_forks import STARTING, Forks
+
+PATIENCE = 180.0
+"""Seconds that an answer may take; on two idle cores it is less than one."""
 MOST_STARTS = 4
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 OPTIONS: Mapping[str, object] = {
     "skip_tokenizer_init": True,
@@ -39,6 +29,7 @@ OPTIONS: Mapping[str, object] = {
     "max_model_len": 64,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 32 << 20,
     "max_logprobs": 128,
     "logprobs": 128,
 }
@@ -100,32 +91,21 @@ class Answer:
 class Engine:
     """One engine; it is started again when a command left it hanging or ended it, a few times at most."""
 
-    def __init__(self, options: Mapping[str, object], settings: Mapping[str, str], log: Path) -> None:
+    def __init__(self, forks: Forks, options: Mapping[str, object], settings: Mapping[str, str], log: Path) -> None:
         """Start it."""
-        self._options, self._settings, self._log = options, settings, log
+        self._forks, self._options, self._settings, self._log = forks, options, settings, log
         self._starts = 0
-        self._process: subprocess.Popen[str] | None = None
+        self._connection: socket.socket | None = None
         self._start()
 
     def _start(self) -> None:
         assert self._starts < MOST_STARTS, "the engine was lost too often; see the tests before this one"
         self._starts += 1
-        reading, writing = os.pipe()
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a") as written:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM), str(writing)],
-                stdin=subprocess.PIPE,
-                stdout=written,
-                stderr=written,
-                env={**os.environ, **SETTINGS, **self._settings},
-                pass_fds=(writing,),
-                text=True,
-                start_new_session=True,
-            )
-        os.close(writing)
-        self._reading, self._rest = reading, b""
-        self._send(self._options)
+        self._log.touch()
+        self._connection, self._rest = self._forks.start(self._options, self._settings, self._log), b""
+        self._pid = 0
+        self._pid = int(self._line(STARTING))
         self._receive(STARTING)
 
     @property
@@ -134,28 +114,33 @@ class Engine:
         return self._log.read_text(errors="replace")
 
     def _line(self, patience: float) -> str:
+        assert self._connection is not None
+        self._connection.settimeout(patience)
         while b"\n" not in self._rest:
-            ready, _, _ = select([self._reading], [], [], patience)
-            part = os.read(self._reading, 1 << 20) if ready else b""
+            try:
+                part = self._connection.recv(1 << 20)
+            except TimeoutError:
+                part = None
+            except ConnectionError:
+                part = b""
             if not part:
                 self._kill()
-                raise AssertionError(f"the engine {'ended' if ready else 'hangs'}\n{self.log[-3000:]}")
+                raise AssertionError(f"the engine {'hangs' if part is None else 'ended'}\n{self.log[-3000:]}")
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode()
 
     def _kill(self) -> None:
-        if self._process is not None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            os.close(self._reading)
-            self._process = None
+                if self._pid:
+                    os.killpg(self._pid, signal.SIGKILL)
 
     def _send(self, command: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
+        assert self._connection is not None
+        self._connection.sendall(json.dumps(command).encode() + b"\n")
 
     def _receive(self, patience: float) -> Any:  # noqa: ANN401 - JSON
         answer = json.loads(self._line(patience))
@@ -168,7 +153,7 @@ class Engine:
 
     def ask(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - JSON
         """Send a command and wait for its value; a refusal is raised."""
-        if self._process is None:
+        if self._connection is None:
             self._start()
         self._send([name, arguments])
         return self._receive(PATIENCE)
@@ -218,12 +203,13 @@ class Engine:
         return tuple(self.ask("loaded"))
 
     def stop(self) -> None:
-        """End the process and all that it started."""
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(20)
+        """End the engine's processes."""
+        if self._connection is not None:
+            self._connection.shutdown(socket.SHUT_WR)
+            self._connection.settimeout(20)
+            with suppress(OSError):
+                while self._connection.recv(1 << 20):  # it closes its end when its other processes have ended
+                    pass
         self._kill()
 
 
@@ -242,13 +228,27 @@ def _answers(rows: Sequence[Row], values: Sequence[Mapping[str, Any]]) -> tuple[
     return answers
 
 
-@contextmanager
-def started(
-    model: Path, log: Path, *, settings: Mapping[str, str] | None = None, **options: object
-) -> Iterator[Engine]:
-    """Start an engine on a base; `settings` are environment variables, `options` go to `vllm.LLM`."""
-    engine = Engine({**OPTIONS, **options, "model": str(model)}, settings or {}, log)
-    try:
-        yield engine
-    finally:
-        engine.stop()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """Starts engines; their logs lie in one folder."""
+
+    forks: Forks
+    logs: Path
+
+    @contextmanager
+    def started(
+        self, name: str, model: Path, *, settings: Mapping[str, str] | None = None, **options: object
+    ) -> Iterator[Engine]:
+        """Start an engine on a base.
+
+        Args:
+            name: Of its log.
+            model: The base's folder.
+            settings: Environment variables.
+            options: Arguments of `vllm.LLM` that differ from `OPTIONS`.
+        """
+        engine = Engine(self.forks, {**OPTIONS, **options, "model": str(model)}, settings or {}, self.logs / name)
+        try:
+            yield engine
+        finally:
+            engine.stop()

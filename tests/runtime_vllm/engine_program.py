@@ -1,18 +1,20 @@
-"""One vLLM engine in a process of its own: reads commands from standard input, answers on a file descriptor.
+"""One vLLM engine in a process of its own: reads commands from a socket and answers on it.
 
 Every command is a line of JSON, `[name, arguments]`, and so is every answer: `{"value": ...}`, or `{"refused": text,
 "left": count}` with the text of the whole chain of exceptions, and how many requests of the call the engine still has.
-The first line holds the engine's options.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
-import sys
+import signal
+import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -23,9 +25,12 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 Json = Any
-IN_ONE_PROCESS = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
 STEPS = 100
 """More than any request here needs."""
+
+
+def _in_one_process() -> bool:
+    return os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 def _request(adapter: Mapping[str, Json] | None) -> LoRARequest | None:
@@ -106,7 +111,7 @@ class Commands:
         finished, said, taken = {}, [], 0
         while engine.has_unfinished_requests():
             if taken == steps:
-                said = [_answer(lambda: does[name](value), lambda: 0) for name, value in acts]  # noqa: B023 - called at once
+                said = [_answered(lambda: does[name](value), lambda: 0) for name, value in acts]  # noqa: B023 - called at once
             taken += 1
             finished.update({done.request_id: done for done in engine.step() if done.finished})
         return [[_row(finished[f"row {number}"]) for number in range(len(rows))], said]
@@ -227,11 +232,11 @@ class Commands:
         can't be asked.
         """
         engine = self.llm.llm_engine
-        for _ in range(STEPS if IN_ONE_PROCESS else 0):
+        for _ in range(STEPS if _in_one_process() else 0):
             if not engine.has_unfinished_requests():
                 return 0
             engine.step()
-        stale = list(engine.output_processor.request_states) if IN_ONE_PROCESS else []
+        stale = list(engine.output_processor.request_states) if _in_one_process() else []
         engine.abort_request(stale, internal=True)
         return len(stale)
 
@@ -244,26 +249,51 @@ def _chain(error: BaseException | None) -> str:
     return "\n".join(texts)
 
 
-def _answer(act: Callable[[], Json], left: Callable[[], int]) -> Json:
+def _answered(act: Callable[[], Json], left: Callable[[], int]) -> Json:
     try:
         return {"value": act()}
     except Exception as error:  # noqa: BLE001 - the test reads what was refused, and why
         return {"refused": _chain(error), "left": left()}
 
 
-def main() -> None:
-    """Serve commands until standard input ends."""
-    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
-        commands: list[Commands] = []
-        started = _answer(lambda: commands.append(Commands(json.loads(sys.stdin.readline()))), lambda: 0)
-        print(json.dumps(started), file=answers)
-        for line in sys.stdin if commands else ():
-            name, arguments = json.loads(line)
-            command = getattr(commands[0], name)
-            print(json.dumps(_answer(lambda: command(**arguments), commands[0].left)), file=answers)  # noqa: B023 - called at once
-    if IN_ONE_PROCESS:
-        os._exit(0)  # nothing to put away, and the interpreter takes seconds to take vLLM apart
+def run(connection: socket.socket, *, options: Json, settings: Mapping[str, str], log: str) -> NoReturn:
+    """Turn this process, which was just forked, into an engine that serves commands until the connection is closed.
+
+    Args:
+        connection: Commands come from it, answers go to it; the first line is the process id.
+        options: Arguments of `vllm.LLM`, and `logprobs`.
+        settings: Environment variables.
+        log: A file that takes what the engine's processes write.
+    """
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(settings)
+    with Path(log).open("ab") as written:
+        os.dup2(written.fileno(), 1)
+        os.dup2(written.fileno(), 2)
+    _fork_processes()
+    os.register_at_fork(after_in_child=connection.close)  # the connection ends with this process alone
+
+    def answer(value: Json) -> None:
+        connection.sendall(json.dumps(value).encode() + b"\n")
+
+    answer(os.getpid())
+    commands: list[Commands] = []
+    answer(_answered(lambda: commands.append(Commands(options)), lambda: 0))
+    for line in connection.makefile() if commands else ():
+        name, arguments = json.loads(line)
+        command = getattr(commands[0], name)
+        answer(_answered(lambda: command(**arguments), commands[0].left))  # noqa: B023 - called at once
+    if commands and not _in_one_process():
+        commands[0].llm.llm_engine.engine_core.shutdown()
+    os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
+def _fork_processes() -> None:
+    """Let vLLM fork its other processes from this one, in which everything is imported; on CPUs it would spawn them."""
+    get_context = multiprocessing.get_context
+
+    def forking(method: str | None = None) -> Json:
+        return get_context("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = forking

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
-from tests.runtime_vllm.engine import Answer, Engine, Row, started
+from tests.runtime_vllm.engine import Answer, Engine, Engines, Row
 from tests.support.artifact_files import tampered
 from tests.support.dropped_slots import DROPPED
 
@@ -17,8 +16,8 @@ LOST = ("s of DoRA", "s of IA3", *(what for what, (_, base, _) in DROPPED.items(
 
 
 @pytest.fixture(scope="module")
-def engine(qwen2: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    with started(qwen2.base, shared_folder / "logs" / "biases") as running:
+def engine(qwen2: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("biases", qwen2.base) as running:
         yield running
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import Tenants
-from tests.runtime_vllm.engine import Engine, started
+from tests.runtime_vllm.engine import Engine, Engines
 
 SLOTS = 3
 
 
 @pytest.fixture(scope="module")
-def engine(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    with started(llama.base, shared_folder / "logs" / "captures", max_loras=SLOTS) as running:
+def engine(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("captures", llama.base, max_loras=SLOTS) as running:
         yield running
 
 

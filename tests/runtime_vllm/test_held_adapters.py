@@ -12,7 +12,7 @@ import pytest
 
 from tests.runtime_vllm.adapters_by_method import Tenants, prompt_of
 from tests.runtime_vllm.conftest import LONG
-from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Adapter, Engine, RefusedError, Row, started
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Adapter, Engine, Engines, RefusedError, Row
 
 FIVE = ("lora", "dora", "ia3", "vera", "oft")
 """More than the engine's two slots, and more than the three that it holds."""
@@ -61,13 +61,12 @@ def test_files_that_go_while_requests_wait_for_their_adapters_harm_none(
 
 
 @pytest.mark.skipif(os.environ.get(LONG) != "1", reason=f"starts two ranks for one question; set {LONG}=1")
-def test_every_rank_keeps_what_requests_were_admitted_with(llama: Tenants, shared_folder: Path, tmp_path: Path) -> None:
+def test_every_rank_keeps_what_requests_were_admitted_with(llama: Tenants, engines: Engines, tmp_path: Path) -> None:
     names = ("lora", "dora", "ia3", "vera")
     store = tmp_path / "store"
     adapters = [llama.request(llama.compiled(llama.folder(name), store, name=name, tp=2)) for name in names]
-    log = shared_folder / "logs" / "held-tp2"
-    with started(
-        llama.base, log, settings=SEVERAL_PROCESSES, tensor_parallel_size=2, max_loras=1, max_cpu_loras=1
+    with engines.started(
+        "held-tp2", llama.base, settings=SEVERAL_PROCESSES, tensor_parallel_size=2, max_loras=1, max_cpu_loras=1
     ) as engine:
         answers, said = engine.meanwhile(_rows(adapters), [("remove", adapter.path) for adapter in adapters])
         assert said == ("",) * len(adapters)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
-from tests.runtime_vllm.engine import Engine, Row, started
+from tests.runtime_vllm.engine import Engine, Engines, Row
 
 SLOTS = 2
 HEADS = ("lora-head", "lora-only-head")
@@ -16,8 +15,8 @@ HEADS = ("lora-head", "lora-only-head")
 
 
 @pytest.fixture(scope="module")
-def engine(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    with started(llama.base, shared_folder / "logs" / "logits", max_loras=SLOTS, max_cpu_loras=3) as running:
+def engine(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("logits", llama.base, max_loras=SLOTS, max_cpu_loras=3) as running:
         running.ask("additions")
         yield running
 

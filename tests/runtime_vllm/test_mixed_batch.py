@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, SERVED, Tenants, prompt_of
-from tests.runtime_vllm.engine import Answer, Engine, Row, started
+from tests.runtime_vllm.engine import Answer, Engine, Engines, Row
 from tests.support.artifact_files import tampered
 from tests.support.dropped_slots import DROPPED
 
@@ -16,8 +15,8 @@ LOST = tuple(what for what, (recipe, base, _) in DROPPED.items() if base == "lla
 
 
 @pytest.fixture(scope="module")
-def engine(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    with started(llama.base, shared_folder / "logs" / "mixed") as running:
+def engine(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("mixed", llama.base) as running:
         yield running
 
 

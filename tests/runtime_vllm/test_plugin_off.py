@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import vllm
 
 from tests.runtime_vllm.adapters_by_method import BOUND, NINE, Tenants, prompt_of
-from tests.runtime_vllm.engine import Engine, RefusedError, Row, started
+from tests.runtime_vllm.engine import Engine, Engines, RefusedError, Row
 
 FIXED = (0, 33)
 """The release in which base rows beside adapters came right on CPUs; before it they got what is in the last slot."""
 
 
 @pytest.fixture(scope="module")
-def stock(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / "off"
-    with started(llama.base, log, settings={"VLLM_PLUGINS": "none"}, max_loras=1) as running:
+def stock(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("off", llama.base, settings={"VLLM_PLUGINS": "none"}, max_loras=1) as running:
         yield running
 
 

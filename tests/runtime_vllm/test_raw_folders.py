@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
-from tests.runtime_vllm.engine import Answer, Engine, RefusedError, Row, started
+from tests.runtime_vllm.engine import Answer, Engines, RefusedError, Row
 
 NAMES = (None, "dora", "rsdora-attention", "ia3", "vera", "oft", "lora", "changing")
 """`changing` is a folder of which the content changes between the two starts."""
-
-
-@contextmanager
-def compiling(llama: Tenants, store: Path, log: Path) -> Iterator[Engine]:
-    settings = {"SCUTE_VLLM_COMPILE": "1", "SCUTE_VLLM_STORE": str(store)}
-    with started(llama.base, log, settings=settings) as running:
-        yield running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +37,7 @@ def _files(store: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def starts(llama: Tenants, shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Starts:
+def starts(llama: Tenants, engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Starts:
     folder = tmp_path_factory.mktemp("raw")
     changing, store = folder / "changing", folder / "store"
     shutil.copytree(llama.folder("dora"), changing)
@@ -57,7 +49,8 @@ def starts(llama: Tenants, shared_folder: Path, tmp_path_factory: pytest.TempPat
     broken = folder / "broken"
     shutil.copytree(llama.folder("dora"), broken)
     (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
-    with compiling(llama, store, shared_folder / "logs" / "raw-1") as engine:
+    settings = {"SCUTE_VLLM_COMPILE": "1", "SCUTE_VLLM_STORE": str(store)}
+    with engines.started("raw-1", llama.base, settings=settings) as engine:
         first = dict(zip(NAMES, engine.generate(rows), strict=True))
         with pytest.raises(RefusedError) as refused:
             engine.load(llama.request(broken))
@@ -65,7 +58,7 @@ def starts(llama: Tenants, shared_folder: Path, tmp_path_factory: pytest.TempPat
     after_first = _files(store)
     shutil.rmtree(changing)
     shutil.copytree(llama.folder("dora-twin"), changing)
-    with compiling(llama, store, shared_folder / "logs" / "raw-2") as engine:
+    with engines.started("raw-2", llama.base, settings=settings) as engine:
         second = dict(zip(NAMES, engine.generate(rows), strict=True))
     return Starts(
         first=first,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, SERVED, Tenants, prompt_of
-from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, Row, started
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, Engines, Row
 from tests.support.artifact_files import tampered
 from tests.support.dropped_slots import DROPPED
 
@@ -24,10 +23,14 @@ def tp(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def engine(tp: int, smollm2: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / f"smollm2-{tp}"
-    with started(
-        smollm2.base, log, settings=RANKS[tp], tensor_parallel_size=tp, max_logprobs=REPORTED, logprobs=REPORTED
+def engine(tp: int, smollm2: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started(
+        f"smollm2-{tp}",
+        smollm2.base,
+        settings=RANKS[tp],
+        tensor_parallel_size=tp,
+        max_logprobs=REPORTED,
+        logprobs=REPORTED,
     ) as running:
         yield running
 

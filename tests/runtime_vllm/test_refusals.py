@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime_vllm.adapters_by_method import Tenants, prompt_of
 from tests.runtime_vllm.bad_adapters import BAD, a_folder_with_one_level_too_many
-from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row, started, tried
+from tests.runtime_vllm.engine import Adapter, Engine, Engines, RefusedError, Row, tried
 
 
 @pytest.fixture
@@ -90,11 +90,10 @@ def test_a_folder_with_one_level_too_many_is_served_right_or_refused(engine: Eng
 
 
 @pytest.fixture(scope="module")
-def cramped(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
+def cramped(llama: Tenants, engines: Engines) -> Iterator[Engine]:
     """An engine whose pool holds small adapters alone, and which takes no rotations."""
     settings = {"SCUTE_VLLM_POOL_MIB": "1", "SCUTE_VLLM_ROTATIONS": "0"}
-    log = shared_folder / "logs" / "cramped"
-    with started(llama.base, log, settings=settings, max_lora_rank=128) as running:
+    with engines.started("cramped", llama.base, settings=settings, max_lora_rank=128) as running:
         yield running
 
 

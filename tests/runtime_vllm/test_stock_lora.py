@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
-from tests.runtime_vllm.engine import Answer, Engine, RefusedError, Row, started
+from tests.runtime_vllm.engine import Answer, Engine, Engines, RefusedError, Row
 
 KERNELS = {"the runtime's kernels": {}, "vLLM's kernels": {"SCUTE_VLLM_STOCK_KERNELS": "1"}}
 VLLM = find_spec("vllm")
@@ -30,9 +30,10 @@ SLOTS = len(FOLDERS) + len(ARTIFACTS)
 
 
 @pytest.fixture(scope="module", params=KERNELS)
-def engine(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / f"stock-{request.param.partition(' ')[0]}"
-    with started(llama.base, log, settings=KERNELS[request.param], max_loras=SLOTS) as running:
+def engine(request: pytest.FixtureRequest, llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started(
+        f"stock-{request.param.partition(' ')[0]}", llama.base, settings=KERNELS[request.param], max_loras=SLOTS
+    ) as running:
         yield running
 
 

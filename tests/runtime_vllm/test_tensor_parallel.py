@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, SERVED, Tenants, prompt_of
-from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, RefusedError, Row, started, tried
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, Engines, RefusedError, Row, tried
 from tests.support.artifact_files import tampered
 from tests.support.dropped_slots import DROPPED
 
@@ -19,9 +18,8 @@ LOST = ("one B of LoRA", "s of DoRA", "R of IA3 on o_proj", "e of VeRA", "R of O
 
 
 @pytest.fixture(scope="module")
-def engine(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / "tp2"
-    with started(llama.base, log, settings=SEVERAL_PROCESSES, tensor_parallel_size=TP) as running:
+def engine(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("tp2", llama.base, settings=SEVERAL_PROCESSES, tensor_parallel_size=TP) as running:
         yield running
 
 
