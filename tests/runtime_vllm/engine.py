@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from scute_compile.runtime_vllm.hooks import Hook
 from tests.runtime_vllm.engine_forks import STARTING, Forks
 
 PATIENCE = 180.0
@@ -151,11 +152,11 @@ class Engine:
             raise RefusedError(answer["refused"], left=answer["left"])
         return answer["value"]
 
-    def ask(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - JSON
-        """Send a command and wait for its value; a refusal is raised."""
+    def ask(self, command: str, /, **arguments: object) -> Any:  # noqa: ANN401 - JSON
+        """Send a command and return its value; a refusal is raised."""
         if self._connection is None:
             self._start()
-        self._send([name, arguments])
+        self._send([command, arguments])
         return self._receive(PATIENCE)
 
     def generate(self, rows: Sequence[Row], *, tokens: int = 8, partly: bool = False) -> tuple[Answer, ...]:
@@ -201,6 +202,25 @@ class Engine:
     def loaded(self) -> tuple[int, ...]:
         """Return the numbers of the adapters that are loaded."""
         return tuple(self.ask("loaded"))
+
+    def hook_faults(self) -> dict[str, str | None]:
+        """Return the fault of each row of the plugin's table of hooks, by owner and name."""
+        faults: dict[str, str | None] = self.ask("hook_faults")
+        return faults
+
+    def install_hooks(self, planted: Hook) -> tuple[list[str], set[str]]:
+        """Install the table of hooks and one more row; returns what is missing, and which attributes changed."""
+        missing, replaced = self.ask("install_hooks", **asdict(planted))
+        return missing, set(replaced)
+
+    @contextmanager
+    def with_option(self, name: str, value: object) -> Iterator[None]:
+        """Run the block with another value of an option of the plugin's manager or of LoRA; false after it."""
+        self.ask("set_option", name=name, value=value)
+        try:
+            yield
+        finally:
+            self.ask("set_option", name=name, value=False)
 
     def stop(self) -> None:
         """End the engine's processes."""

@@ -13,10 +13,13 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import torch
+import vllm
 from torch._dynamo.backends.common import aot_autograd
 from vllm import LLM, SamplingParams
 from vllm.config import CUDAGraphMode
@@ -157,6 +160,34 @@ class Commands:
         (code,) = codes
         return str(code)
 
+    def hook_faults(self) -> Json:
+        """Return the fault of each row of the plugin's table of hooks, by owner and name."""
+        from scute_compile.runtime_vllm.hooks import HOOKS
+
+        return {f"{hook.owner}.{hook.name}": hook.fault() for hook in HOOKS}
+
+    def install_hooks(self, **planted: Json) -> Json:
+        """Install the table of hooks and one more row; return what is missing, and which attributes changed."""
+        from scute_compile.runtime_vllm.hooks import HOOKS, Hook, install
+
+        before = _values_of_hooks()
+        parameters = planted.pop("parameters")
+        hook = Hook(**planted, parameters=None if parameters is None else tuple(parameters))
+        missing = install((*HOOKS, hook))
+        return [missing, [name for name, value in _values_of_hooks().items() if value is not before[name]]]
+
+    def set_option(self, name: str, value: Json) -> None:
+        """Give an attribute of the plugin's manager, its options or its LoRA configuration another value."""
+        manager = self._runner().lora_manager._adapter_manager
+        if hasattr(manager.options, name):
+            manager.options = replace(manager.options, **{name: value})
+        else:
+            setattr(manager if hasattr(manager, name) else manager.lora_config, name, value)
+
+    def version(self) -> str:
+        """Return vLLM's version."""
+        return str(vllm.__version__)
+
     def additions(self) -> int:
         """Return how often vLLM's kernels have added to logits since this was last asked; at first, begin to count."""
         (punica,) = self._runner().lora_manager._adapter_manager.punica_wrapper_mapping.values()
@@ -239,6 +270,12 @@ class Commands:
         stale = list(engine.output_processor.request_states) if _in_one_process() else []
         engine.abort_request(stale, internal=True)
         return len(stale)
+
+
+def _values_of_hooks() -> dict[str, Json]:
+    from scute_compile.runtime_vllm.hooks import HOOKS
+
+    return {f"{hook.owner}.{hook.name}": getattr(resolve_name(hook.owner), hook.name) for hook in HOOKS}
 
 
 def _chain(error: BaseException | None) -> str:

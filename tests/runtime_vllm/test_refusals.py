@@ -119,6 +119,29 @@ def test_a_limit_that_is_exceeded_is_named_with_its_setting(
     llama.assert_served(cramped, None, "lora", "dora", "vera")
 
 
+def _refused_by_option(engine: Engine, llama: Tenants, path: Path, option: str, words: tuple[str, ...]) -> None:
+    adapter = llama.request(path)
+    engine.unload(adapter)
+    with engine.with_option(option, value=True), pytest.raises(RefusedError) as refused:
+        engine.load(adapter)
+    _says(str(refused.value), ("sc811", *words))
+    assert adapter.number not in engine.loaded()
+
+
+@pytest.mark.parametrize("option", ["fully_sharded_loras", "enable_tower_connector_lora"])
+def test_artifacts_are_refused_by_engines_with_an_option(option: str, cramped: Engine, llama: Tenants) -> None:
+    _refused_by_option(cramped, llama, llama.artifact("dora"), option, (option.split("_")[1],))
+    llama.assert_served(cramped, "dora", None)
+
+
+def test_all_adapters_are_refused_where_steps_are_split(cramped: Engine, llama: Tenants) -> None:
+    for path in (llama.artifact("dora"), llama.folder("lora")):
+        _refused_by_option(cramped, llama, path, "splits_steps", ("microbatches",))
+    with cramped.with_option("stock_kernels", value=True):  # artifacts run in the plugin's layers there, too
+        _refused_by_option(cramped, llama, llama.artifact("dora"), "splits_steps", ("microbatches",))
+    llama.assert_served(cramped, "dora", None)
+
+
 def test_a_pool_that_fills_up_makes_room(cramped: Engine, llama: Tenants) -> None:
     """Sixteen slots and 1 MiB: more adapters than pages, one after the other."""
     names = [f"rslora-twin-{number}" for number in range(8)]
