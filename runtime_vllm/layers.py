@@ -161,7 +161,7 @@ class AdaptedLinear:
         held = self.attachment
         captured = flat.is_cuda and torch.cuda.is_current_stream_capturing()
         rehearsed = flat.is_cuda and not captured and held is not None and held.steps.rehearses(len(flat))
-        if held is None or not (held.steps.adapted() or rehearsed):
+        if held is None or not (held.steps.adapted or rehearsed):
             y = multiply(flat, biased=True)
         elif flat.is_cuda:
             from scute_compile.runtime_min.step import launch
@@ -169,16 +169,16 @@ class AdaptedLinear:
             if rehearsed:
                 buffers, variants = held.steps.rehearsal(len(flat))
             else:
-                plain = captured and captures_plain(get_forward_context(), held.steps.slots)
-                buffers, features = held.steps.form(len(flat), fixed=captured, plain=plain)
+                plain = captured and captures_plain(get_forward_context(), held.steps.max_adapters)
+                buffers, features = held.steps.arguments_for(len(flat), fixed=captured, plain=plain)
                 variants = (features,)
-            pool = _tensors(held.steps)
+            pool = PoolTensors.of(held.steps.pool.memory)
             late = None if self.own_forward else bias
             for features in variants:
                 y = launch.adapted_output(flat.contiguous(), multiply, late, pool, buffers, held.gemm, features)
         else:
-            buffers, _ = held.steps.form(len(flat), fixed=False)
-            y = ops.adapted_output(flat, multiply, _tensors(held.steps), buffers, held.gemm)
+            buffers, _ = held.steps.arguments_for(len(flat), fixed=False)
+            y = ops.adapted_output(flat, multiply, PoolTensors.of(held.steps.pool.memory), buffers, held.gemm)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -189,11 +189,6 @@ class AdaptedLinear:
         else:
             y = self.base_layer.quant_method.apply(self.base_layer, rows, bias)
         return y
-
-
-def _tensors(steps: EngineSteps) -> PoolTensors:
-    memory = steps.pool.memory
-    return PoolTensors(pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared)
 
 
 class _Replacing(AdaptedLinear):

@@ -40,8 +40,9 @@ from scute_compile.runtime_min.pool.reading import named_as_in, read_adapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.ranks.exchange import TermExchange
 from scute_compile.runtime_min.ranks.group import RankGroup
+from scute_compile.runtime_min.step.arguments import PoolTensors
 from scute_compile.runtime_min.step.layer import ServedLinear, StepState
-from scute_compile.runtime_min.step.writer import LoadedFacts, StepSizes, StepWriter
+from scute_compile.runtime_min.step.writer import LoadedFacts, StepLimits, StepWriter
 
 Rows = Sequence[str | None]
 """The adapter of each row of a batch; None for the base alone."""
@@ -127,23 +128,15 @@ class ServedModel:
                 tp=tp,
                 rank=rank,
             )
-        memory = self.pool.memory
-        self._step = StepState(
-            pages=memory.pages,
-            page_map=memory.page_map,
-            directory=memory.directory,
-            shared=memory.shared,
-            buffer=memory.page_map,
-        )
-        sizes = StepSizes(
-            max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+        self._step = StepState(tables=PoolTensors.of(self.pool.memory), buffer=self.pool.memory.page_map)
+        limits = StepLimits(
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_lora_rank=max_lora_rank,
-            max_adapters=max_adapters,
             fixed=fixed,
             shares=1 if exchanges is None else tp,
         )
-        self._writer = StepWriter(self.pool, self._step, sizes)
+        self._writer = StepWriter(self.pool, limits)
         self._layers = _served(linears, self._step, meeting)
         for layer in self._layers:
             _put(model, layer.name, layer)
@@ -169,7 +162,7 @@ class ServedModel:
     @property
     def max_num_batched_tokens(self) -> int:
         """Most tokens of a step."""
-        return self._writer.sizes.max_num_batched_tokens
+        return self._writer.max_tokens
 
     @property
     def layers(self) -> Mapping[str, ServedLinear]:
@@ -264,8 +257,7 @@ class ServedModel:
         """
         check_step(adapter_names, tokens)
         with self._leased(adapter_names):
-            spread = [name for name, count in zip(adapter_names, tokens, strict=True) for _ in range(count)]
-            self._writer.write(spread)
+            self._write([name for name, count in zip(adapter_names, tokens, strict=True) for _ in range(count)])
             yield
 
     def compile(self, **options: Any) -> None:  # noqa: ANN401 - torch.compile's own
@@ -293,13 +285,12 @@ class ServedModel:
         """Hold the batch's adapters on the device, and let the layers that they touch call the op."""
         check_turn(removed=self._removed, running=self._running)
         names = tuple(dict.fromkeys(name for name in adapter_names if name is not None))
-        fixed = self._writer.sizes.fixed
+        fixed = self._writer.limits.fixed
         with self._turn(), ExitStack() as stack:
-            if not names and not fixed:
-                self._writer.begin(None)
-            else:
-                self._writer.begin(stack.enter_context(self.pool.in_use(names)))
-                stack.callback(self._activate, ())  # whoever calls the model itself gets the base
+            if names or fixed:
+                self._writer.hold(names)
+                stack.callback(self._writer.release)
+                stack.callback(self._activate, ())  # calls of the model from elsewhere get the base
                 self._activate(tuple(self._loaded) if fixed else names)
             yield
 
@@ -322,7 +313,14 @@ class ServedModel:
         """Write the step of one call; the rows of a call may be several per adapter id, side by side, as beams are."""
         rows, length = shape
         each = rows // len(adapter_names) * length
-        self._writer.write([name for name in adapter_names for _ in range(each)])
+        self._write([name for name in adapter_names for _ in range(each)])
+
+    def _write(self, names: Rows) -> None:
+        """Write one step, with an adapter per token, where any layer will read it."""
+        self._step.tokens = len(names)
+        if self._writer.held:
+            self._writer.write(names)
+            self._step.set_launch(*self._writer.arguments())
 
     def _read_together(self, name: str, source: Artifact | Path | str, check: Callable[[], None]) -> PackedAdapter:
         """Read an adapter on all ranks or on none, with as much room on each, and make the step's buffers fit it."""

@@ -92,7 +92,7 @@ def adapted_output(
         exchange: How ranks complete the intermediates of fully sharded terms; None where terms are cut on one side.
     """
     y = multiply(x, biased=True)
-    row_slot = step.region("row_slot")[: len(x)]
+    row_slot = step.region("row_adapter")[: len(x)]
     held: list[tuple[torch.Tensor, slice, SiteTensors]] = []
     for slot in dict.fromkeys(row_slot[row_slot >= 0].tolist()):  # rows stand alike on all ranks, tensors may not
         rows = (row_slot == slot).nonzero().flatten()

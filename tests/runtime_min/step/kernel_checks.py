@@ -182,7 +182,8 @@ def test_every_slot_counts_and_moves_its_own_rows_alone(field: Field, prefill: b
 def test_padded_steps_of_an_engine_have_one_form_for_every_mix(fixed: bool, bias: bool) -> None:
     from scute_compile.runtime_min.step.launch import adapted_output
     from scute_compile.runtime_min.step.op import adapted_output as reference
-    from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
+    from scute_compile.runtime_min.step.writer import StepLimits
+    from scute_compile.runtime_vllm.engine_steps import EngineSteps
 
     limits = StepLimits(
         max_num_batched_tokens=40, max_num_seqs=8, max_lora_rank=37, pair_rank=PAIR_RANK, rotations=True
@@ -193,8 +194,10 @@ def test_padded_steps_of_an_engine_have_one_form_for_every_mix(fixed: bool, bias
     for rows, padded in (((5, 3, None, 1), 8), ((None, 6), 3), ((*range(10), None, 7), 16)):
         x, weight, added = inputs(0, padded, bias=bias)
         product = _Product(weight=weight, bias=added)
-        steps.write([None if row is None else ADAPTERS[row] for row in rows])
-        buffers, features = steps.form(padded, fixed=fixed)
+        names = [None if row is None else ADAPTERS[row] for row in rows]
+        steps.hold(names)
+        steps.write(names)
+        buffers, features = steps.arguments_for(padded, fixed=fixed)
         assert features.prefill == (padded > 8)
         ours = adapted_output(x, product, added, tables, buffers, gemm, features)
         exact = reference(x.double(), product, tables, buffers, gemm)

@@ -177,7 +177,7 @@ def step_of(
     buffers.fill(plan)
     features = features_of(plan, whole_granules=True)
     if fixed:
-        features = fixed_features(buffers.capacity, max_adapters=16, prefill=prefill, whole_granules=True)
+        features = fixed_features(buffers.capacity, max_adapters=16, whole_granules=True)
     tables = PoolTensors(pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared)
     return Step(rows=tuple(rows), prefill=prefill, buffers=buffers, features=features, tables=tables)
 

@@ -38,9 +38,7 @@ def test_replays_with_other_mixes_give_what_launches_give(methods: tuple[str, ..
         pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared
     )
     capacity = Capacity(tokens=ROWS, ranks=16 * ROWS, pairs=1, pair_ranks=64, rotated=ROWS)
-    features = fixed_features(
-        capacity, max_adapters=len(methods), prefill=False, whole_granules=True, plain="vera" not in methods
-    )
+    features = fixed_features(capacity, max_adapters=len(methods), whole_granules=True, plain="vera" not in methods)
     buffers, x = StepBuffers(capacity, device), torch.randn(ROWS, inputs, device=device).to(DTYPE)
     weight = (torch.randn(sum(place.widths), inputs, device=device) * inputs**-0.5).to(DTYPE)
 

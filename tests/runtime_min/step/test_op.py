@@ -153,6 +153,6 @@ def test_rows_beyond_a_shorter_step_belong_to_no_adapter() -> None:
     facts = {0: ResidentFacts(rank=4)}
     for rows in ([0] * 100, [0, -1]):
         buffers.fill(plan_step(rows, facts, [], capacity))
-        slots, tiles = buffers.region("row_slot").tolist(), buffers.region("tile").view(-1, 4)
+        slots, tiles = buffers.region("row_adapter").tolist(), buffers.region("tile").view(-1, 4)
         assert slots == rows + [-1] * (128 - len(rows))
         assert int(tiles[:, 2].sum()) == len(rows)
