@@ -41,8 +41,8 @@ from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.ranks.exchange import TermExchange
 from scute_compile.runtime_min.ranks.group import RankGroup
 from scute_compile.runtime_min.step.arguments import PoolTensors
-from scute_compile.runtime_min.step.layer import ServedLinear, StepState
-from scute_compile.runtime_min.step.writer import LoadedFacts, StepLimits, StepWriter
+from scute_compile.runtime_min.step.layer import LoadedFacts, ServedLinear, StepState
+from scute_compile.runtime_min.step.writer import StepLimits, StepWriter
 
 Rows = Sequence[str | None]
 """The adapter of each row of a batch; None for the base alone."""
@@ -335,7 +335,7 @@ class ServedModel:
         with together():  # once all have read it: ranks exchange sizes, and one may have no memory for them
             packed = with_equal_pages(packed, self._peers, device, self._factors) if self._peers else packed
             check_size(packed, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))
-            self._writer.fit((self._loaded | {name: LoadedFacts.of(packed)}).values())
+            self._writer.fit(packed)
         return packed
 
     def _read(self, name: str, source: Artifact | Path | str) -> PackedAdapter:

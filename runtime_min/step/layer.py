@@ -7,10 +7,31 @@ from dataclasses import dataclass, field
 import torch
 
 from scute_compile.diagnostics import Code, fail
+from scute_compile.runtime_min.pool.directory import Field
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.ranks.exchange import TermExchange
 from scute_compile.runtime_min.step.arguments import Features, PoolTensors, capacity_numbers
 from scute_compile.runtime_min.step.op import adapted_linear, exchanged_linear
 from scute_compile.runtime_min.step.plan import StepBuffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedFacts:
+    """The layers of a loaded adapter, by their indices in the directory."""
+
+    sites: frozenset[int]
+    """Those that it changes."""
+    terms: frozenset[int]
+    """Those where it has low-rank terms."""
+
+    @classmethod
+    def of(cls, packed: PackedAdapter) -> LoadedFacts:
+        """Read the facts off a packed adapter's directory rows."""
+        rows = packed.records
+        has_term = rows[:, Field.RANK] > 0
+        has_vector = (rows[:, [Field.R_OFFSET, Field.DS_OFFSET, Field.SHIFT_OFFSET]] >= 0).any(1)
+        sites, terms = (mask.nonzero().flatten().tolist() for mask in (has_term | has_vector, has_term))
+        return cls(sites=frozenset(sites), terms=frozenset(terms))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from scute_compile.diagnostics import Code, fail
 from scute_compile.runtime_min.pool.directory import Field, values_per_granule
 from scute_compile.runtime_min.pool.leases import Lease
@@ -28,43 +26,6 @@ LEAST_PAIR_RANK = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedFacts:
-    """Properties of a loaded adapter that decide the sizes of a step and the layers that it runs in."""
-
-    sites: frozenset[int]
-    """Indices of the layers that it changes."""
-    terms: frozenset[int]
-    """Indices of the layers where it has low-rank terms."""
-    rank: int
-    """Largest rank of its owned terms."""
-    pair_rank: int
-    """Rank of its shared pair; 0 without one."""
-    rotated: bool
-    whole_granules: bool
-    """Whether every rotation block's width is a multiple of a granule; diagonals count as whole."""
-
-    @classmethod
-    def of(cls, packed: PackedAdapter) -> LoadedFacts:
-        """Read the facts off a packed adapter's directory rows."""
-        rows = packed.records
-        rotated, terms = rows[:, Field.R_OFFSET] >= 0, rows[:, Field.RANK] > 0
-        touched = rotated | terms | (rows[:, Field.DS_OFFSET] >= 0) | (rows[:, Field.SHIFT_OFFSET] >= 0)
-        blocks = set(rows[rotated, Field.R_BLOCK].tolist()) - {1}
-        return cls(
-            sites=_indices(touched),
-            terms=_indices(terms),
-            rank=packed.own_rank,
-            pair_rank=max((pair.rank for pair in packed.pairs), default=0),
-            rotated=packed.rotated,
-            whole_granules=all(block % values_per_granule(packed.dtype) == 0 for block in blocks),
-        )
-
-
-def _indices(mask: torch.Tensor) -> frozenset[int]:
-    return frozenset(mask.nonzero().flatten().tolist())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
     """How large a step may be, and what decides its form."""
 
@@ -76,6 +37,8 @@ class StepLimits:
     """Largest rank of a shared pair."""
     rotations: bool = False
     """Whether an adapter may rotate its inputs."""
+    whole_granules: bool = True
+    """Whether every rotation block's width is a multiple of a granule; diagonals count as whole."""
     shares: int = 1
     """Number of ranks among which fully sharded terms are divided."""
     fixed: bool = False
@@ -98,7 +61,7 @@ class StepWriter:
 
     Args:
         pool: The adapters.
-        limits: Sizes of the largest step; `fit` raises those that depend on the adapters.
+        limits: Of the largest step; `fit` raises those that depend on the adapters.
     """
 
     def __init__(self, pool: ResidentPool, limits: StepLimits) -> None:
@@ -113,19 +76,22 @@ class StepWriter:
         self.forms: tuple[StepForm, ...] = ()
         """The forms of the current step, decode first."""
         self._lease: Lease | None = None
-        self._whole_granules = True
-        self.fit(())
+        self._make_buffers()
 
-    def fit(self, loaded: Iterable[LoadedFacts]) -> None:
-        """Make the buffers large enough for every mix of the loaded adapters. Buffers never shrink."""
-        facts, limits = tuple(loaded), self.limits
-        self._whole_granules = all(each.whole_granules for each in facts)
+    def fit(self, packed: PackedAdapter) -> None:
+        """Raise the limits to those of an adapter and make the buffers large enough. Nothing ever shrinks."""
+        widths = packed.records[:, Field.R_BLOCK]
+        values = values_per_granule(packed.dtype)
         self.limits = dataclasses.replace(
-            limits,
-            max_lora_rank=max([limits.max_lora_rank, *(each.rank for each in facts)]),
-            pair_rank=max([limits.pair_rank, *(each.pair_rank for each in facts)]),
-            rotations=limits.rotations or any(each.rotated for each in facts),
+            self.limits,
+            max_lora_rank=max(self.limits.max_lora_rank, packed.own_rank),
+            pair_rank=max([self.limits.pair_rank, *(pair.rank for pair in packed.pairs)]),
+            rotations=self.limits.rotations or packed.rotated,
+            whole_granules=self.limits.whole_granules and not (widths[widths > 1] % values).any(),
         )
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
         self._planned.clear()
         self.forms = ()
         for prefill in (False, True):
@@ -245,7 +211,7 @@ class StepWriter:
 
     def exact(self, form: StepForm) -> Features:
         """Return what the plan in a form needs and nothing more."""
-        return features_of(form.plan, whole_granules=self._whole_granules)
+        return features_of(form.plan, whole_granules=self.limits.whole_granules)
 
     def fixed(self, form: StepForm, rows: int | None = None, *, plain: bool = False) -> Features:
         """Return what any step in a form may need.
@@ -261,6 +227,6 @@ class StepWriter:
             capacity, tokens=rows, ranks=capacity.ranks // capacity.tokens * rows, rotated=min(rows, capacity.rotated)
         )
         most = fixed_features(
-            capacity, max_adapters=self.max_adapters, whole_granules=self._whole_granules, plain=plain
+            capacity, max_adapters=self.max_adapters, whole_granules=self.limits.whole_granules, plain=plain
         )
         return dataclasses.replace(most, tall=0) if self.limits.max_lora_rank <= WIDE_RANK else most

@@ -57,12 +57,12 @@ def booleans() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill every new buffer with NaN, and cut K in several runs, each of several products, although it is short."""
-    from scute_compile.runtime_min.step import launch
+    from scute_compile.runtime_min.step import launch_decode
 
-    monkeypatch.setattr(launch, "RUN_GRANULES", 48)
-    monkeypatch.setattr(launch, "SHARED_STEP", 32)
-    monkeypatch.setattr(launch, "OWNED_PROGRAMS", 100)
-    monkeypatch.setattr(launch, "TALL_PROGRAMS", 4)
+    monkeypatch.setattr(launch_decode, "RUN_GRANULES", 48)
+    monkeypatch.setattr(launch_decode, "SHARED_STEP", 32)
+    monkeypatch.setattr(launch_decode, "OWNED_PROGRAMS", 100)
+    monkeypatch.setattr(launch_decode, "TALL_PROGRAMS", 4)
     torch.use_deterministic_algorithms(mode=True)
     assert torch.zeros(1).new_empty(64).isnan().all()
     yield
