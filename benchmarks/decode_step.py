@@ -145,8 +145,7 @@ class Pool:
         self.buffers = StepBuffers(capacity, DEVICE)
         plan = plan_step([adapter for adapter in adapters for _ in range(rows)], facts, pairs, capacity)
         self.buffers.fill(plan)
-        memory = self.resident.memory
-        self.tensors = PoolTensors.of(memory)
+        self.tensors = PoolTensors.of(self.resident.memory)
         self.features = features_of(plan, whole_granules=True)
 
     def layer(self, xs: Sequence[torch.Tensor]) -> Callable[[int, int, torch.Tensor], object]:

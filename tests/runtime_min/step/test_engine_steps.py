@@ -1,4 +1,4 @@
-"""Steps of an engine on the host: the form that a step is written in, and what of its metadata is copied."""
+"""Steps of an engine on the host: their form, the copy of their metadata, and the variants of their launches."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_step_is_copied_whole_whatever_was_in_the_buffers_before(tokens: int) 
 
 
 def _variant(features: Features) -> tuple[bool, ...]:
-    """What the launches turn into constants of the kernels."""
+    """The features that select among compiled variants of the kernels."""
     return features.owned, features.shared, features.tall > 0, features.rotated > 0, features.prefill
 
 
@@ -126,9 +126,9 @@ def test_steps_are_plain_while_none_of_their_adapters_needs_more() -> None:
     steps.write(("lora",))
     assert steps.plain
     steps.current = False
-    assert not steps.plain, "what is written may be the step before"
+    assert not steps.plain, "the written step may be the previous one"
     steps.current, steps.rehearsing = True, True
-    assert not steps.plain, "stand-ins are empty, and steps to come may not be"
+    assert not steps.plain, "stand-ins are empty, later adapters may not be"
     steps.release()
 
 
