@@ -16,7 +16,7 @@ import torch
 
 from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.base_model import load_model
-from scute_compile.runtime_min.model.ranks import serve_rank
+from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.step import layer as served_layer
 from scute_compile.runtime_min.step.arguments import Features
 from scute_compile.runtime_min.step.op import _arguments
@@ -26,7 +26,7 @@ from tests.support.rank_processes import Answer, on_ranks
 from tests.support.served import Compiled, ids_of, logprobs, peft_model, relative_error
 
 FLOAT32 = 5e-5
-"""As in `test_distributed_layers.py`."""
+"""As in `test_served_ranks.py`."""
 WIDE, ROWS = "lora-21", "lora-on-rows"
 RECIPES = ("lora-5", "dora", WIDE, "vera")
 """LoRA ranks that two and three ranks do not divide, and one above the wide tiles of the expand."""
@@ -58,18 +58,18 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
     """Run one batch through the kernels, on every rank."""
     from scute_compile.runtime_min.step import launch_decode
 
-    served, ranks = serve_rank(
+    served = ServedModel.for_rank(
         load_model(base),
         max_adapters=len(recipes),
-        num_pages=4096,
-        shared_pages=256,
+        pool_bytes="8MiB",
+        shared_bytes="512KiB",
         max_num_batched_tokens=64,
         lora_sharding=LoraSharding.FULL,
         **options,
     )
     for recipe in dict.fromkeys(recipes):
-        served.load_adapter(recipe, store / recipe)
-    served.pool.ensure(recipes[::-1] if ranks.rank else recipes)  # adapter indices differ
+        served.load_adapter(store / recipe, adapter_name=recipe)
+    served.pool.ensure(recipes[::-1] if served.ranks.rank else recipes)  # adapter indices differ
     torch.use_deterministic_algorithms(mode=True)
     with (
         spread_booleans(),
