@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +16,10 @@ from scute_compile.runtime_min.pool.directory import GRANULE_BYTES, PAGE_BYTES, 
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Gemm
-from scute_compile.runtime_vllm import graph_kinds
+from scute_compile.runtime_min.step.writer import StepLimits
 from scute_compile.runtime_vllm.engine_base import EngineBase
-from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
+from scute_compile.runtime_vllm.engine_steps import EngineSteps
+from scute_compile.runtime_vllm.hooks import GRAPH_HOOKS, install
 from scute_compile.runtime_vllm.layers import ADAPTED, AdaptedLinear, Attachment
 from scute_compile.runtime_vllm.logits import AdaptedLogits
 from scute_compile.runtime_vllm.options import Options
@@ -96,7 +98,7 @@ class AdapterManager(LRUCacheLoRAModelManager):
         )
         self.steps = EngineSteps(self.pool, limits)
         self._attach()
-        graph_kinds.install()
+        _install_graph_hooks()
         logger.info("%s", pool_report(self))
 
     @property
@@ -203,7 +205,9 @@ class AdapterManager(LRUCacheLoRAModelManager):
         super()._set_adapter_mapping(mapping)
         names = {lora_id: pool_name(lora_id) if lora_id > 0 else None for lora_id in set(mapping.index_mapping)}
         self.steps.rehearsing = any(lora_id not in self.digests for lora_id in self._registered_adapters)
-        self.steps.write([names[lora_id] for lora_id in mapping.index_mapping])
+        rows = [names[lora_id] for lora_id in mapping.index_mapping]
+        self.steps.hold(rows)
+        self.steps.write(rows)
 
     def _deactivate_adapter(self, lora_id: int) -> None:
         super()._deactivate_adapter(lora_id)
@@ -269,6 +273,12 @@ class AdapterManager(LRUCacheLoRAModelManager):
             for site in self.sites
         )
         return int(self.lora_slots) * (pages_of(per_adapter * GRANULE_BYTES) + 1)
+
+
+@cache
+def _install_graph_hooks() -> None:
+    """Install the hooks of vLLM's choice of graphs, once per process, now that the class that runs steps is loaded."""
+    install(GRAPH_HOOKS)
 
 
 def manager_class(original: type[Any]) -> type[AdapterManager]:

@@ -1,16 +1,23 @@
-"""The engine's base model as the compiler opens it: to check artifacts against, and to compile for."""
+"""The engine's base model as the compiler opens it: artifacts are checked against it, PEFT folders compiled for it."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from scute_compile.diagnostics import ScuteError
 from scute_compile.driver.artifact_checks import other_base
-from scute_compile.formats.artifact import Artifact
-from scute_compile.pipeline import OpenBase, open_model
+from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
+from scute_compile.formats.lock import locked
+from scute_compile.formats.safetensors_writer import sha256_of
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.target import Target
+from scute_compile.pipeline import OpenBase, compile_planned, open_model, plan
 
 logger = logging.getLogger("vllm.scute")
 
@@ -58,3 +65,48 @@ class EngineBase:
         if differences:
             raise ScuteError(differences)
         self._checked.add(identity)
+
+    def compile_folder(self, adapter: Path, *, tp: int, dtype: torch.dtype, store: Path) -> Artifact:
+        """Compile a PEFT folder for the engine, or open the artifact of an earlier compile of the same content.
+
+        Every rank calls this. The first to take the store's lock compiles; the others wait and open the result.
+
+        Args:
+            adapter: The PEFT folder.
+            tp: The engine's number of ranks.
+            dtype: The pool's dtype.
+            store: Where compiled folders are kept.
+
+        Raises:
+            ScuteError: What the compiler refuses.
+        """
+        target = Target(tp=tp, dtype=DType(str(dtype).removeprefix("torch.")))
+        name = f"{adapter.name.lstrip('.') or 'adapter'}-{self._identity(adapter, target)}"
+        with locked(_lock(store)):
+            if is_artifact(store / name):
+                try:
+                    return open_artifact(store / name)
+                except ScuteError:  # damaged, or of an older format: compile it again
+                    pass
+            planned = plan(str(adapter), self.opened, target, hash_files=True, name=name)
+            if planned.refused:
+                raise ScuteError(planned.findings)
+            (result,) = compile_planned((planned,), open_model(self.folder, weights=True), store, lambda *_: None)
+        if isinstance(result, ScuteError):
+            raise result
+        return open_artifact(result)
+
+    def _identity(self, adapter: Path, target: Target) -> str:
+        """Return a hash of the adapter's files, the base, the number of ranks and the dtype."""
+        digest = hashlib.sha256(f"{self.opened.structure_hash()} {self.folder} {target.tp} {target.dtype}".encode())
+        for file in sorted(adapter.glob("adapter_*")):
+            if file.is_file():
+                digest.update(f"{file.name} {sha256_of(file)}".encode())
+        return digest.hexdigest()[:16]
+
+
+def _lock(store: Path) -> Path:
+    """Return a folder to lock; the store's own lock is taken when an artifact is written."""
+    folder = store / ".compiling"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

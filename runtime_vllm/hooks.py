@@ -28,6 +28,8 @@ PLUGIN = "scute_compile.runtime_vllm"
 SERVER_STATUS = "status 400 for a refused adapter"
 LOGITS_SKIPPED = "steps that skip the head's LoRA while no adapter has any"
 BASE_ROWS = "the guard of base rows in vLLM's CPU kernels"
+PLAIN_GRAPHS = "graphs for plain steps alone; plain LoRA runs in the graphs for all adapters"
+DISPATCHER = "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class Hook:
     """`module`, or `module:Class`."""
     name: str
     parameters: tuple[str, ...] | None = None
-    """Names of its parameters; None for an attribute that is no function, or whose arguments are passed through."""
+    """Names of its parameters, `*` for any others; None for an attribute that is no function, or whose arguments are
+    passed through."""
     replacement: str | None = None
     """`module:function` that returns the replacement of the original; None for an attribute that is called or
     overridden in a subclass."""
@@ -55,7 +58,7 @@ class Hook:
         if self.parameters is None:
             return None
         parameters = tuple(inspect.signature(found).parameters)
-        if parameters == self.parameters:
+        if parameters == self.parameters or ("*" in self.parameters and {*self.parameters} <= {"*", *parameters}):
             return None
         return f"{where} takes ({', '.join(parameters)}), expected ({', '.join(self.parameters)})"
 
@@ -127,6 +130,22 @@ HOOKS: tuple[Hook, ...] = (
     Hook(CPU_OPS, "bgmv_expand", None, f"{PLUGIN}.cpu_guard:without_base_rows", feature=BASE_ROWS),
     Hook(CPU_OPS, "bgmv_expand_slice", None, f"{PLUGIN}.cpu_guard:without_base_rows", feature=BASE_ROWS),
 )
+
+"""Installed when vLLM loads its plugins."""
+
+GRAPH_HOOKS: tuple[Hook, ...] = (
+    Hook(DISPATCHER, "_get_lora_cases", ("self",), f"{PLUGIN}.graph_kinds:lora_cases", feature=PLAIN_GRAPHS),
+    Hook(DISPATCHER, "get_capture_descs", ("self",), f"{PLUGIN}.graph_kinds:capturing", feature=PLAIN_GRAPHS),
+    Hook(DISPATCHER, "dispatch", ("*", "num_active_loras"), f"{PLUGIN}.graph_kinds:dispatching", feature=PLAIN_GRAPHS),
+    Hook(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+        "execute_model",
+        None,
+        f"{PLUGIN}.graph_kinds:executing",
+        feature=PLAIN_GRAPHS,
+    ),
+)
+"""Installed in a worker when it builds a model with adapters, since the class that runs steps is loaded by then."""
 
 
 def install(hooks: Sequence[Hook] = HOOKS) -> tuple[str, ...]:

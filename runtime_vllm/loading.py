@@ -24,7 +24,6 @@ from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, PackedFactor
 from scute_compile.runtime_min.pool.reading import named_as_in, read_adapter
 from scute_compile.runtime_vllm.adapter_manager import AdapterManager, Loaded
-from scute_compile.runtime_vllm.compile_on_load import compile_folder
 from scute_compile.runtime_vllm.engine_requests import digest_of
 from scute_compile.runtime_vllm.load_checks import check_fits, check_limits, check_slots, refuse_engine
 from scute_compile.runtime_vllm.vllm_types import LoRAModel, LoRARequest, WorkerManager
@@ -107,9 +106,8 @@ def _load(original: Load, worker: WorkerManager, manager: AdapterManager, reques
                 "SCUTE_VLLM_COMPILE=1."
             ) from error
         logger.info("scute: vLLM refuses %s (%s); compiling it", path, error)
-        compiled = compile_folder(
-            path, manager.base, tp=manager.tp, dtype=manager.pool.dtype, store=manager.options.store
-        )
+        store = manager.options.store
+        compiled = manager.base.compile_folder(path, tp=manager.tp, dtype=manager.pool.dtype, store=store)
         return _from_artifact(manager, request, compiled)
     return _checked(manager, request, model, Loaded(packed=manager.take_over(model, request.lora_name), digest=digest))
 

@@ -162,9 +162,9 @@ class Commands:
 
     def hook_faults(self) -> Json:
         """Return the fault of each row of the plugin's table of hooks, by owner and name."""
-        from scute_compile.runtime_vllm.hooks import HOOKS
+        from scute_compile.runtime_vllm.hooks import GRAPH_HOOKS, HOOKS
 
-        return {f"{hook.owner}.{hook.name}": hook.fault() for hook in HOOKS}
+        return {f"{hook.owner}.{hook.name}": hook.fault() for hook in (*HOOKS, *GRAPH_HOOKS)}
 
     def install_hooks(self, **planted: Json) -> Json:
         """Install the table of hooks and one more row; return what is missing, and which attributes changed."""
@@ -224,7 +224,7 @@ class Commands:
         runner = self._runner()
         steps = runner.lora_manager._adapter_manager.steps
         runner._dummy_run(tokens, num_active_loras=adapters, remove_lora=False)
-        return [steps.adapted(), steps.rehearses(tokens)]
+        return [steps.adapted, steps.rehearses(tokens)]
 
     def graphs(self, rows: list[Json], tokens: int) -> Json:
         """Answer rows; return for how many active adapters the graph of each step would be, were there any here.

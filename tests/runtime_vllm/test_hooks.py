@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from scute_compile.runtime_vllm.hooks import HOOKS, LOGITS_SKIPPED, Hook
+from scute_compile.runtime_vllm.hooks import GRAPH_HOOKS, HOOKS, LOGITS_SKIPPED, Hook
 from tests.runtime_vllm.adapters_by_method import Tenants
 from tests.runtime_vllm.engine import Engine, Engines
 
-ROWS = {f"{hook.owner}.{hook.name}": hook for hook in HOOKS}
-REPLACED = {name for name, hook in ROWS.items() if hook.replacement is not None}
+ROWS = {f"{hook.owner}.{hook.name}": hook for hook in (*HOOKS, *GRAPH_HOOKS)}
+REPLACED = {f"{hook.owner}.{hook.name}" for hook in HOOKS if hook.replacement is not None}
 MANAGER = "vllm.lora.model_manager:LRUCacheLoRAModelManager"
 PLANTED = {
     "an attribute that is missing": (
@@ -35,7 +35,7 @@ def stock(llama: Tenants, engines: Engines) -> Iterator[Engine]:
 
 
 def test_rows_differ() -> None:
-    assert len(ROWS) == len(HOOKS)
+    assert len(ROWS) == len(HOOKS) + len(GRAPH_HOOKS)
 
 
 @pytest.mark.parametrize("name", ROWS)
