@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from scute_compile.runtime_vllm.hooks import Hook
-from tests.runtime_vllm.engine_forks import STARTING, Forks
+from tests.runtime_vllm.engine_forks import STARTING, Fork, Forks
 
 PATIENCE = 180.0
 """Seconds that an answer may take; on two idle cores it is less than one."""
@@ -96,7 +93,7 @@ class Engine:
         """Start it."""
         self._forks, self._options, self._settings, self._log = forks, options, settings, log
         self._starts = 0
-        self._connection: socket.socket | None = None
+        self._fork: Fork | None = None
         self._start()
 
     def _start(self) -> None:
@@ -104,9 +101,7 @@ class Engine:
         self._starts += 1
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.touch()
-        self._connection, self._rest = self._forks.start(self._options, self._settings, self._log), b""
-        self._pid = 0
-        self._pid = int(self._line(STARTING))
+        self._fork = self._forks.start(options=self._options, settings=self._settings, log=self._log)
         self._receive(STARTING)
 
     @property
@@ -114,37 +109,22 @@ class Engine:
         """What the engine's processes have written so far."""
         return self._log.read_text(errors="replace")
 
-    def _line(self, patience: float) -> str:
-        assert self._connection is not None
-        self._connection.settimeout(patience)
-        while b"\n" not in self._rest:
-            try:
-                part = self._connection.recv(1 << 20)
-            except TimeoutError:
-                part = None
-            except ConnectionError:
-                part = b""
-            if not part:
-                self._kill()
-                raise AssertionError(f"the engine {'hangs' if part is None else 'ended'}\n{self.log[-3000:]}")
-            self._rest += part
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line.decode()
-
     def _kill(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-            with suppress(ProcessLookupError):
-                if self._pid:
-                    os.killpg(self._pid, signal.SIGKILL)
+        if self._fork is not None:
+            self._fork.end(0)
+            self._fork = None
 
     def _send(self, command: object) -> None:
-        assert self._connection is not None
-        self._connection.sendall(json.dumps(command).encode() + b"\n")
+        assert self._fork is not None
+        self._fork.send(json.dumps(command))
 
     def _receive(self, patience: float) -> Any:  # noqa: ANN401 - JSON
-        answer = json.loads(self._line(patience))
+        assert self._fork is not None
+        try:
+            answer = json.loads(self._fork.line(patience))
+        except (EOFError, OSError) as error:
+            self._kill()
+            raise AssertionError(f"the engine hangs or has ended: {error!r}\n{self.log[-3000:]}") from None
         if "refused" in answer:
             if "EngineDeadError" in answer["refused"]:
                 self._kill()
@@ -154,7 +134,7 @@ class Engine:
 
     def ask(self, command: str, /, **arguments: object) -> Any:  # noqa: ANN401 - JSON
         """Send a command and return its value; a refusal is raised."""
-        if self._connection is None:
+        if self._fork is None:
             self._start()
         self._send([command, arguments])
         return self._receive(PATIENCE)
@@ -224,13 +204,9 @@ class Engine:
 
     def stop(self) -> None:
         """End the engine's processes."""
-        if self._connection is not None:
-            self._connection.shutdown(socket.SHUT_WR)
-            self._connection.settimeout(20)
-            with suppress(OSError):
-                while self._connection.recv(1 << 20):  # it closes its end when its other processes have ended
-                    pass
-        self._kill()
+        if self._fork is not None:
+            self._fork.end(20)
+            self._fork = None
 
 
 def _answers(rows: Sequence[Row], values: Sequence[Mapping[str, Any]]) -> tuple[Answer, ...]:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SETTINGS = {
@@ -32,6 +32,7 @@ SETTINGS = {
 STARTING = 240.0
 """Seconds that importing vLLM, or starting an engine, may take; on two idle cores it is 10, or 2."""
 PRELOADED = (
+    "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.model_loader",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen2",
@@ -39,8 +40,8 @@ PRELOADED = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
-"""What an engine imports beside `vllm.LLM`."""
-MESSAGE = 1 << 16
+"""What engines and the server import beside `vllm.LLM`."""
+MESSAGE = 1 << 20
 
 
 class Forks:
@@ -49,13 +50,60 @@ class Forks:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def start(self, options: Mapping[str, object], settings: Mapping[str, str], log: Path) -> socket.socket:
-        """Start an engine; returns the socket on which it answers. Its first line is its process id."""
+    def start(self, *, settings: Mapping[str, str], log: Path, **arguments: object) -> Fork:
+        """Start an engine or a server; the arguments are those of `engine_program.run`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            message = {"options": options, "settings": settings, "log": str(log)}
+            message = {"settings": settings, "log": str(log), **arguments}
             socket.send_fds(self._connection, [json.dumps(message).encode()], [theirs.fileno()])
-        return ours
+        fork = Fork(ours)
+        fork.pid = int(fork.line(STARTING))
+        return fork
+
+
+class Fork:
+    """A forked process, and the socket on which it answers."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._rest = connection, b""
+        self.pid = 0
+
+    def line(self, patience: float) -> str:
+        """Return the next line of its answers; `EOFError` where it has ended, `TimeoutError` where it hangs."""
+        self._connection.settimeout(patience)
+        while b"\n" not in self._rest:
+            part = self._connection.recv(MESSAGE)
+            if not part:
+                raise EOFError
+            self._rest += part
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def send(self, line: str) -> None:
+        """Send a line."""
+        self._connection.sendall(line.encode() + b"\n")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended, which it has if its end of the connection is closed."""
+        self._connection.settimeout(0)
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+    def end(self, patience: float) -> None:
+        """Let it end by itself, for as long as the patience lasts, and kill what is left of its processes."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+            self._connection.settimeout(patience)
+            while patience and self._connection.recv(MESSAGE):
+                pass
+        self._connection.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 @contextmanager

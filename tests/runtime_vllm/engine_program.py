@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own: reads commands from a socket and answers on it.
+"""What a forked process runs: one vLLM engine, which reads commands from a socket, or vLLM's OpenAI server.
 
 Every command is a line of JSON, `[name, arguments]`, and so is every answer: `{"value": ...}`, or `{"refused": text,
 "left": count}` with the text of the whole chain of exceptions, and how many requests of the call the engine still has.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import socket
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -293,14 +296,15 @@ def _answered(act: Callable[[], Json], left: Callable[[], int]) -> Json:
         return {"refused": _chain(error), "left": left()}
 
 
-def run(connection: socket.socket, *, options: Json, settings: Mapping[str, str], log: str) -> NoReturn:
-    """Turn this process, which was just forked, into an engine that serves commands until the connection is closed.
+def run(connection: socket.socket, *, settings: Mapping[str, str], log: str, **arguments: Json) -> NoReturn:
+    """Turn this process, which was just forked, into an engine or a server.
 
     Args:
-        connection: Commands come from it, answers go to it; the first line is the process id.
-        options: Arguments of `vllm.LLM`, and `logprobs`.
+        connection: An engine reads commands from it, and answers on it until it is closed. The first line is the id of
+            the process, which holds it until the process ends.
         settings: Environment variables.
-        log: A file that takes what the engine's processes write.
+        log: A file that takes what the processes write.
+        arguments: `options`, those of `vllm.LLM` and `logprobs`, or `command_line`, that of vLLM's OpenAI server.
     """
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -310,11 +314,23 @@ def run(connection: socket.socket, *, options: Json, settings: Mapping[str, str]
         os.dup2(written.fileno(), 2)
     _fork_processes()
     os.register_at_fork(after_in_child=connection.close)  # the connection ends with this process alone
+    connection.sendall(f"{os.getpid()}\n".encode())
+    try:
+        if "options" in arguments:
+            _run_engine(connection, arguments["options"])
+        else:
+            sys.argv[1:] = arguments["command_line"]
+            runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    except Exception:  # noqa: BLE001 - written to the log, since nothing else can report it
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # never into the code of the process that was forked
 
+
+def _run_engine(connection: socket.socket, options: Json) -> None:
     def answer(value: Json) -> None:
         connection.sendall(json.dumps(value).encode() + b"\n")
 
-    answer(os.getpid())
     commands: list[Commands] = []
     answer(_answered(lambda: commands.append(Commands(options)), lambda: 0))
     for line in connection.makefile() if commands else ():
@@ -323,7 +339,6 @@ def run(connection: socket.socket, *, options: Json, settings: Mapping[str, str]
         answer(_answered(lambda: command(**arguments), commands[0].left))  # noqa: B023 - called at once
     if commands and not _in_one_process():
         commands[0].llm.llm_engine.engine_core.shutdown()
-    os._exit(0)
 
 
 def _fork_processes() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.runtime_vllm.engine_forks import connected
 from tests.runtime_vllm_server.server import Answer, Server, serving
 from tests.support.served import Compiled, Pair, artifact_of, ids_of, peft_model
 
@@ -47,21 +48,27 @@ def expected(adapters: dict[str, Compiled]) -> dict[str, list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def server(adapters: dict[str, Compiled], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    adapters: dict[str, Compiled], shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A server that loads two of the adapters when it starts."""
     folder = tmp_path_factory.mktemp("server")
     at_start = {name: adapters[name].artifact for name in AT_START}
-    with serving(
-        adapters[LATER].base,
-        at_start,
-        folder / "log",
-        "--max-loras",
-        "4",
-        "--max-cpu-loras",
-        str(IN_MEMORY),
-        "--max-lora-rank",
-        "16",
-    ) as running:
+    with (
+        connected(shared_folder) as forks,
+        serving(
+            forks,
+            adapters[LATER].base,
+            at_start,
+            folder / "log",
+            "--max-loras",
+            "4",
+            "--max-cpu-loras",
+            str(IN_MEMORY),
+            "--max-lora-rank",
+            "16",
+        ) as running,
+    ):
         yield running
 
 
