@@ -15,7 +15,7 @@ from tests.runtime_vllm.engine_forks import connected
 if TYPE_CHECKING:
     from tests.runtime_vllm.adapters_by_method import Tenants
 
-# Read when torch is imported: tiny models are fastest on one thread, and the engine wants the other core.
+# Read when torch is imported: tiny models are fastest on one thread, and the engine uses the other core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SMOLLM2 = "SCUTE_TEST_SMOLLM2"
@@ -43,7 +43,7 @@ def qwen2(base_folder: Callable[[str], Path], shared_folder: Path) -> Tenants:
 
 @pytest.fixture(scope="session")
 def smollm2(shared_folder: Path) -> Tenants:
-    """Adapters of SmolLM2-135M, where its folder is named."""
+    """Adapters of SmolLM2-135M, if the environment names its folder."""
     from tests.runtime_vllm.adapters_by_method import Tenants
 
     folder = os.environ.get(SMOLLM2)
@@ -53,13 +53,13 @@ def smollm2(shared_folder: Path) -> Tenants:
 
 
 PROCESSES: Mapping[str, Mapping[str, str]] = {"in several": SEVERAL_PROCESSES, "in one process": {}}
-"""Engines as they are served, and as a debugger wants them; the other files' engines run in one process anyway."""
+"""Engines as they are served, and as they are debugged; the engines of most files run in one process."""
 LONG = "SCUTE_TEST_LONG"
 
 
 @pytest.fixture(scope="session", params=PROCESSES if os.environ.get(LONG) == "1" else tuple(PROCESSES)[:1])
 def crowded(request: pytest.FixtureRequest, llama: Tenants, engines: Engines) -> Iterator[Engine]:
-    """An engine with two slots and a place for one more adapter, and with a prefix cache of blocks of 32 tokens."""
+    """An engine with max_loras 2, max_cpu_loras 3, and a prefix cache of blocks of 32 tokens."""
     with engines.started(
         f"crowded-{request.param[3:]}",
         llama.base,

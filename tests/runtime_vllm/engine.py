@@ -31,14 +31,14 @@ OPTIONS: Mapping[str, object] = {
     "max_logprobs": 128,
     "logprobs": 128,
 }
-"""The tiny bases have 128 tokens: every step is compared over the whole vocabulary."""
+"""The tiny bases have a vocabulary of 128: every step is compared over all of it."""
 
 
 class RefusedError(Exception):
-    """What the engine refused: the text that a user would read."""
+    """A refusal of the engine, with the text that a user would read."""
 
     def __init__(self, text: str, *, left: int = 0) -> None:
-        """Remember how many requests of the call the engine still has."""
+        """Take the text, and how many requests of the call the engine still has."""
         super().__init__(text)
         self.left = left
 
@@ -46,20 +46,20 @@ class RefusedError(Exception):
 Value = TypeVar("Value")
 
 
-def tried(act: Callable[[], Value]) -> Value | RefusedError:
-    """Return what was answered, or the refusal: for questions that have two right answers."""
+def tried(ask: Callable[[], Value]) -> Value | RefusedError:
+    """Return the answer, or the refusal, for requests that may be answered or refused."""
     try:
-        return act()
+        return ask()
     except RefusedError as refused:
         return refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What a request names: fields of vLLM's `LoRARequest`."""
+    """The adapter of a request: fields of vLLM's `LoRARequest`."""
 
     name: str
-    number: int
+    lora_id: int
     path: str
     in_place: bool = False
 
@@ -74,20 +74,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the engine answered to one row."""
+    """The engine's answer to one row."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[Mapping[int, float], ...]
     """Per new token: log-probabilities by token."""
     ended: str
-    """Why it ended: `length`, or `abort` where the engine refused it."""
+    """Why it ended: `length`, or `abort` if the engine refused it."""
     cached: int
     """Tokens of the prompt that came from the prefix cache."""
 
 
 class Engine:
-    """One engine; it is started again when a command left it hanging or ended it, a few times at most."""
+    """One engine; if a command hangs or ends it, it is started again, a few times at most."""
 
     def __init__(self, forks: Forks, options: Mapping[str, object], settings: Mapping[str, str], log: Path) -> None:
         """Start it."""
@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def log(self) -> str:
-        """What the engine's processes have written so far."""
+        """The output of the engine's processes so far."""
         return self._log.read_text(errors="replace")
 
     def _kill(self) -> None:
@@ -140,10 +140,10 @@ class Engine:
         return self._receive(PATIENCE)
 
     def generate(self, rows: Sequence[Row], *, tokens: int = 8, partly: bool = False) -> tuple[Answer, ...]:
-        """Answer all rows in one batch, greedily.
+        """Answer all rows in one batch with the most likely tokens.
 
-        A client of another process sees a refused request end without tokens, and reads why in the log: that is raised
-        as well, unless `partly` asks for the other rows.
+        With several processes, a refused request ends without tokens, and the log has the reason. That is raised as
+        well, unless `partly` asks for the answers to the other rows.
         """
         written = len(self.log)
         answers = _answers(rows, self.ask("generate", rows=[asdict(row) for row in rows], tokens=tokens))
@@ -151,36 +151,29 @@ class Engine:
             raise RefusedError(self.log[written:])
         return answers
 
-    def interrupted(
-        self, rows: Sequence[Row], *, loading: Sequence[Adapter], steps: int = 3, tokens: int = 8
-    ) -> tuple[Answer, ...]:
-        """Answer rows; other adapters are loaded after a few steps."""
-        others = [asdict(adapter) for adapter in loading]
-        sent = [asdict(row) for row in rows]
-        return _answers(rows, self.ask("interrupted", rows=sent, tokens=tokens, steps=steps, adapters=others))
-
     def meanwhile(
-        self, rows: Sequence[Row], acts: Sequence[tuple[str, object]], *, steps: int = 3, tokens: int = 8
+        self, rows: Sequence[Row], operations: Sequence[tuple[str, object]], *, steps: int = 3, tokens: int = 8
     ) -> tuple[tuple[Answer, ...], tuple[str, ...]]:
-        """Answer rows; after a few steps other things happen. Returns what each act was refused with, "" for none."""
-        sent = [[name, asdict(value) if isinstance(value, Adapter) else value] for name, value in acts]
-        answers, said = self.ask("meanwhile", rows=[asdict(row) for row in rows], tokens=tokens, steps=steps, acts=sent)
-        return _answers(rows, answers), tuple(one.get("refused", "") for one in said)
+        """Answer rows, and run operations after a few steps; returns also each operation's refusal, "" for none."""
+        sent = [[name, asdict(value) if isinstance(value, Adapter) else value] for name, value in operations]
+        rows_sent = [asdict(row) for row in rows]
+        answers, results = self.ask("meanwhile", rows=rows_sent, tokens=tokens, steps=steps, operations=sent)
+        return _answers(rows, answers), tuple(result.get("refused", "") for result in results)
 
     def load(self, adapter: Adapter) -> bool:
-        """Load an adapter; whether it was new."""
+        """Load an adapter; returns whether it was new."""
         return bool(self.ask("load", adapter=asdict(adapter)))
 
     def unload(self, adapter: Adapter) -> bool:
-        """Unload an adapter; whether it was loaded."""
-        return bool(self.ask("unload", number=adapter.number))
+        """Unload an adapter; returns whether it was loaded."""
+        return bool(self.ask("unload", lora_id=adapter.lora_id))
 
     def pin(self, adapter: Adapter) -> bool:
-        """Keep an adapter loaded whatever comes."""
-        return bool(self.ask("pin", number=adapter.number))
+        """Keep an adapter loaded."""
+        return bool(self.ask("pin", lora_id=adapter.lora_id))
 
     def loaded(self) -> tuple[int, ...]:
-        """Return the numbers of the adapters that are loaded."""
+        """Return the ids of the loaded adapters."""
         return tuple(self.ask("loaded"))
 
     def hook_faults(self) -> dict[str, str | None]:
@@ -220,7 +213,7 @@ def _answers(rows: Sequence[Row], values: Sequence[Mapping[str, Any]]) -> tuple[
         )
         for value in values
     )
-    assert [answer.prompt for answer in answers] == [row.prompt for row in rows], "other rows than were asked for"
+    assert [answer.prompt for answer in answers] == [row.prompt for row in rows], "the answers are for other rows"
     return answers
 
 

@@ -1,4 +1,4 @@
-"""What stock vLLM does with the same files: the ground that the other tests stand on."""
+"""Stock vLLM with the same files: it refuses or errs where the plugin serves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.runtime_vllm.adapters_by_method import BOUND, NINE, Tenants, prompt_o
 from tests.runtime_vllm.engine import Engine, Engines, RefusedError, Row
 
 FIXED = (0, 33)
-"""The release in which base rows beside adapters came right on CPUs; before it they got what is in the last slot."""
+"""The release that corrected base rows beside adapters on CPUs; before it they get the adapter of the last index."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_stock_vllm_refuses_all_but_plain_lora(name: str, stock: Engine, llama: 
 
 
 def test_stock_vllm_serves_plain_lora_and_errs_beside_it(stock: Engine, llama: Tenants) -> None:
-    """The fault that the plugin guards is there: tests of base rows beside adapters can fail."""
+    """The error that the plugin corrects occurs, so tests of base rows beside adapters can fail."""
     folder = Row(prompt=prompt_of(1), adapter=llama.request(llama.folder("lora")))
     tuned, base = stock.generate([folder, Row(prompt=prompt_of(2))])
     llama.assert_equal(tuned, "lora")

@@ -1,4 +1,4 @@
-"""PEFT's own folders of every method are compiled when they are loaded, where that was asked for."""
+"""With SCUTE_VLLM_COMPILE, PEFT folders of every method are compiled when they are loaded."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
 from tests.runtime_vllm.engine import Answer, Engines, RefusedError, Row
 
 NAMES = (None, "dora", "rsdora-attention", "ia3", "vera", "oft", "lora", "changing")
-"""`changing` is a folder of which the content changes between the two starts."""
+"""`changing` is a folder whose content changes between the two starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starts:
-    """What two engines did, one after the other, with one store."""
+    """The answers of two engines that were started one after the other with one store."""
 
     first: Mapping[str | None, Answer]
     second: Mapping[str | None, Answer]
     after_first: Mapping[str, int]
-    """Files of the store and when each was written, in nanoseconds."""
+    """Files of the store, and the time of their last change in nanoseconds."""
     after_second: Mapping[str, int]
     refused: str
-    """What the first engine said to a folder that can't be compiled."""
+    """The first engine's refusal of a folder that can't be compiled."""
     after_refusal: Answer
 
 
@@ -82,11 +82,13 @@ def test_a_second_start_gives_the_same_answers(name: str | None, starts: Starts,
     llama.assert_equal(starts.second[name], name)
 
 
-def test_a_second_start_compiles_nothing_that_is_there(starts: Starts) -> None:
+def test_a_second_start_compiles_no_unchanged_folder(starts: Starts) -> None:
     assert len(starts.after_first) >= 5
     unchanged = {name: starts.after_second.get(name) for name in starts.after_first}
     assert [name for name, written in unchanged.items() if written not in {None, starts.after_first[name]}] == []
-    assert sum(written is None for written in unchanged.values()) <= 1, "only what changed may be gone"
+    assert sum(written is None for written in unchanged.values()) <= 1, (
+        "only the artifact of the changed folder may be gone"
+    )
 
 
 def test_a_folder_whose_content_changed_is_compiled_anew(starts: Starts, llama: Tenants) -> None:
@@ -94,7 +96,9 @@ def test_a_folder_whose_content_changed_is_compiled_anew(starts: Starts, llama: 
     llama.assert_equal(starts.second["changing"], "dora-twin")
 
 
-def test_a_folder_that_can_not_be_compiled_is_refused_with_the_compilers_words(starts: Starts, llama: Tenants) -> None:
+def test_a_folder_that_can_not_be_compiled_is_refused_with_the_compilers_findings(
+    starts: Starts, llama: Tenants
+) -> None:
     assert "SC1" in starts.refused or "SC2" in starts.refused, starts.refused
     assert "adapter_model.safetensors" in starts.refused
     llama.assert_equal(starts.after_refusal, "dora")
