@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from scute_compile import __version__
@@ -67,7 +68,7 @@ def compile_planned(
                 tool=f"scute {__version__}",
             )
         )
-    norms = read_norms(packages, base.checkpoint, lambda done, total: advance("base", done, total))
+    norms = read_norms(packages, base.checkpoint, partial(advance, "base"))
     results: list[Path | ScuteError] = []
     for package, norms_of_package in zip(packages, norms, strict=True):
         try:
