@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-
-import regex
 
 from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Code, Findings
@@ -13,7 +12,7 @@ from scute_compile.ir.expressions import Add, Ref, Scale
 from scute_compile.ir.program import Site
 from scute_compile.passes.parse.checks import NUMBERS
 
-FOREIGN = regex.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|down)\.")
+FOREIGN = re.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|down)\.")
 HEADS = ("lm_head", "embed_out", "output")
 
 
