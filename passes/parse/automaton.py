@@ -132,8 +132,7 @@ def compiled(pattern: str) -> Pattern:
     """Compile a pattern of Python's `re`.
 
     Raises:
-        UnsupportedPatternError: for a pattern that is too long, too deeply nested, or no regular expression in the strict
-            sense.
+        UnsupportedPatternError: for a pattern that is too long, too deeply nested, or more than a regular expression.
         re.error: for a pattern that `re` refuses as well.
     """
     if len(pattern) > LONGEST:
@@ -304,8 +303,14 @@ def _anchor(where: Any, flags: int) -> Holds:  # noqa: ANN401 - likewise
     if where is op.AT_END and not lines:
         return lambda text, position, _: position == len(text) or text[position:] == "\n"
     if where in (op.AT_BOUNDARY, op.AT_NON_BOUNDARY) and not flags & re.ASCII:
-        return lambda text, position, _: _at_boundary(text, position) is (where is op.AT_BOUNDARY)
+        if where is op.AT_BOUNDARY:
+            return lambda text, position, _: _at_boundary(text, position)
+        return lambda text, position, _: not _at_boundary(text, position) and (bool(text) or _EMPTY_HAS_NO_BOUNDARY)
     raise UnsupportedPatternError(f"`{str(where).lower()}` is not supported with its flags")
+
+
+_EMPTY_HAS_NO_BOUNDARY = re.fullmatch(r"\B", "") is not None
+"""Python 3.14 changed whether `\\B` matches an empty text."""
 
 
 def _at_boundary(text: str, position: int) -> bool:
