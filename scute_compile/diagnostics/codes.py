@@ -96,9 +96,9 @@ class Code(Enum):
     )
     SC209 = (
         "a pattern can't be matched in bounded time",
-        "Patterns mean what Python's `re` means, but are matched by an automaton of bounded size, so that no pattern takes "
-        "exponential time or memory. Back-references, atomic groups, possessive repeats and patterns that expand to very "
-        "many states are refused.",
+        "Patterns mean what Python's `re` means, but an automaton of bounded size matches them, so that none takes "
+        "exponential time or memory. Back-references, atomic groups, possessive repeats and patterns that expand to "
+        "very many states are refused.",
         "replace the pattern by a list of module names",
     )
     SC210 = (
