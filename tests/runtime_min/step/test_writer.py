@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from scute_compile.base.shapes import gated_shape
 from scute_compile.diagnostics import Code, ScuteError
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.writer import DECODE_ROWS, StepLimits, StepWriter
-from tests.support.drawn_adapters import Shape, pair_of, sites_of, tenant
+from tests.support.drawn_adapters import pair_of, sites_of, tenant
 
-SITES = sites_of(Shape(hidden=64, keys=32, inner=128, layers=1))
+SITES = sites_of(gated_shape("small", layers=1, hidden=64, kv=32, mlp=128))
 
 
 def writer_of(*, fixed: bool = False) -> StepWriter:
