@@ -52,7 +52,7 @@ class VllmOps:
     envs: ModuleType
 
     def meta(self, mapping: torch.Tensor, max_loras: int, *, specialize: bool = False) -> Meta:
-        """Return the seven tensors that both kernels take, for one adapter index per row (`mapping` [T], -1: no adapter).
+        """Return the seven tensors that both kernels take, for an adapter index per row (`mapping` [T], -1: none).
 
         `specialize` is vLLM's `specialize_active_lora` (default off): the grid then has one layer per adapter in the
         batch (rounded up to a power of two), otherwise always `max_loras + 1`. Must not run inside a graph's capture.
