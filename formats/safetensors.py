@@ -1,8 +1,7 @@
-"""A strict reader of safetensors files without torch.
+"""A strict reader of safetensors files that needs no torch and reports every kind of damage as a diagnostic.
 
-Planning must start at once and so can't import torch, numpy has no bfloat16, and a damaged file deserves a sentence of
-its own. The format: eight bytes with the header's length, a JSON header, then the tensors' bytes without holes
-(safetensors, README, section "Format").
+The format: eight bytes with the header's length, a JSON header, then the tensors' bytes without holes (safetensors,
+README, section "Format").
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.reading import file_size, opened, parse_object
+from scute_compile.ir.dtypes import BITS, FORMATS
 from scute_compile.ir.expressions import Shape
 
 Floats: TypeAlias = npt.NDArray[np.floating]
@@ -28,34 +28,6 @@ Floats: TypeAlias = npt.NDArray[np.floating]
 HEADER_LIMIT = 100_000_000
 """Largest header in bytes; the format's own limit."""
 BLOCK_BYTES = 8 << 20
-
-BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "I16": 16,
-    "U16": 16,
-    "I32": 32,
-    "U32": 32,
-    "I64": 64,
-    "U64": 64,
-    "F16": 16,
-    "BF16": 16,
-    "F32": 32,
-    "F64": 64,
-    "C64": 64,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F4": 4,
-}
-"""Bits per entry of every dtype that the format has; most of them are listed, but not decoded."""
-STORED = {"F32": "<f4", "F64": "<f8", "F16": "<f2", "BF16": "<u2"}
-"""The numpy dtype in which the bytes of each dtype that can be decoded are first seen."""
 
 _LFS = b"version https://git-lfs"
 _LARGEST = 2**63 - 1
@@ -204,15 +176,15 @@ def decode(raw: bytes | bytearray | memoryview | npt.NDArray[np.uint8], dtype: s
     Raises:
         ScuteError: SC110 for dtypes other than F32, BF16, F16 and F64.
     """
-    if dtype not in STORED:
+    if dtype not in FORMATS:
         fail(
             Code.SC110,
             where=where,
             found=f"the dtype {dtype}",
-            expected=" or ".join(STORED),
+            expected=" or ".join(FORMATS),
             next="save the weights again in one of these dtypes",
         )
-    stored = np.frombuffer(raw, STORED[dtype])
+    stored = np.frombuffer(raw, FORMATS[dtype].stored)
     if dtype == "BF16":
         # bfloat16 is the upper half of a float32.
         wide = stored.astype(np.uint32)
@@ -247,12 +219,12 @@ def read_rows(path: Path, entry: TensorEntry, start: int, stop: int) -> Floats:
 def read_blocks(path: Path, entry: TensorEntry, block_bytes: int = BLOCK_BYTES) -> Iterator[Floats]:
     """Yield a tensor's numbers in flat decoded blocks of at most `block_bytes` stored bytes.
 
-    Reads are buffered and not mapped, so memory stays at one block.
+    The file is read and not mapped, so memory stays at one block.
 
     Raises:
         ScuteError: SC104, SC109 or SC110.
     """
-    step = max(8, block_bytes // 8 * 8)  # whole entries of every dtype that is decoded
+    step = max(8, block_bytes // 8 * 8)  # a multiple of the size of every dtype that can be decoded
     with opened(path) as file:
         file.seek(entry.begin)
         for offset in range(0, entry.nbytes, step):

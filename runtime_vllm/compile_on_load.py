@@ -10,7 +10,7 @@ import torch
 from scute_compile.diagnostics import ScuteError
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
 from scute_compile.formats.lock import locked
-from scute_compile.formats.safetensors_writer import sha256_of
+from scute_compile.formats.reading import sha256_of
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from scute_compile.pipeline import compile_planned, open_model, plan

@@ -16,6 +16,7 @@ from scute_compile.base.structure import ModelStructure, build_structure
 from scute_compile.diagnostics import Code, Diagnostic, Findings, ScuteError, fail
 from scute_compile.formats.base_checkpoint import BaseCheckpoint, open_base
 from scute_compile.formats.fingerprint import content_hash, structure_hash
+from scute_compile.formats.hub import portable_name
 from scute_compile.formats.peft_folder import AdapterFolder, open_adapter
 from scute_compile.formats.safetensors import read_blocks
 from scute_compile.ir.dtypes import DType
@@ -270,14 +271,13 @@ def compile_planned(
     for item in planned:
         if item.program is None or item.adapter is None or item.scan is None:
             raise AssertionError(item)
-        said = item.adapter.config.get("base_model_name_or_path")
         packages.append(
             Package(
                 name=item.name,
                 program=item.program,
                 adapter=item.adapter,
                 base={
-                    "name": said if isinstance(said, str) else None,
+                    "name": portable_name(item.adapter.base_model),
                     "model_type": base.structure.model_type,
                     **identity,
                 },

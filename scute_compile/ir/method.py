@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Method(StrEnum):
-    """The methods that a pool may hold, named as artifacts name themselves."""
+    """A PEFT method; the value is the word in a manifest's field `method`."""
 
     LORA = "lora"
     DORA = "dora"

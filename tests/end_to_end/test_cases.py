@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.adapters import write_config
+from tests.support.artifact_files import rank_file
 from tests.support.bases import made_once
 from tests.support.cases import Case, Oracle, Outcome, base_tensor
 from tests.support.commands import Ran, compiled, scute, scute_process, verified
@@ -173,7 +174,7 @@ def test_rotations_without_a_version_follow_the_series_of_their_time(
     """PEFT 0.16 and 0.17 gave every power of Q the coefficient 2; since 0.18 the last one has 1."""
     where = made(BY_NAME["OFT without a version"])
     artifact = compiled(where.adapter, where.base, tmp_path / "store")
-    tensors = load_file(artifact / "rank-00000-of-00001.safetensors")
+    tensors = load_file(rank_file(artifact))
     upper = torch.triu_indices(8, 8, 1)
     for key, vectors in load_file(where.adapter / WEIGHTS).items():
         q = torch.zeros(vectors.shape[0], 8, 8, dtype=torch.float64)

@@ -154,7 +154,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "outputs that no rank holds": (_set(2, "columns", [[0, 10], [11, 64]]), "don't divide 64"),
     "a term that isn't divided": (_set(0, "rows", None), "lora_sharding full"),
     "the other layout's name": (lambda manifest: manifest.update(lora_sharding="default"), "lora_sharding default"),
-    "no layout's name": (lambda manifest: manifest.pop("lora_sharding"), "lora_sharding default"),
+    "no layout's name": (lambda manifest: manifest.pop("lora_sharding"), "lora_sharding: field required"),
     "an unknown layout": (lambda manifest: manifest.update(lora_sharding="half"), "lora_sharding"),
 }
 

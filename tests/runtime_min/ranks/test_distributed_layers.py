@@ -21,7 +21,7 @@ from scute_compile.runtime_min.ranks.distributed_layers import RankModel
 from scute_compile.runtime_min.ranks.group import Purpose, RankGroup
 from scute_compile.runtime_min.ranks.load_time_norms import shard_scale
 from scute_compile.runtime_min.reference import take
-from tests.support.artifact_files import manifest_of
+from tests.support.artifact_files import manifest_of, rank_file
 from tests.support.bases import load_base
 from tests.support.commands import compiled
 from tests.support.rank_processes import Answer, on_ranks
@@ -170,7 +170,7 @@ def test_what_one_rank_refuses_no_rank_loads(pair: Pair, tmp_path: Path) -> None
         adapter, where = pair("lora", "llama")
         options = ("--tp", 2, "--dtype", "float32", "--lora-sharding", layout)
         good, bad = (compiled(adapter, where, tmp_path / layout / name, *options) for name in ("good", "bad"))
-        (bad / "rank-00001-of-00002.safetensors").write_bytes(b"")
+        rank_file(bad, 1).write_bytes(b"")
         stores[layout] = (good, bad)
     ranks = on_ranks(2, half_loaded, where, stores, ids_of(2, 4))
     for kind in KINDS:
