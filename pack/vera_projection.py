@@ -1,4 +1,4 @@
-"""Drawing VeRA's projections anew from their key, bit for bit as PEFT draws them (`tuners/vera/model.py`)."""
+"""Draws VeRA's projections from their key, with the bits that PEFT draws (`tuners/vera/model.py`)."""
 
 from __future__ import annotations
 

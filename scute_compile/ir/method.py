@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Method(StrEnum):
-    """A PEFT method; the value is the word in a manifest's field `method`."""
+    """A PEFT method, by the name that artifacts and reports use."""
 
     LORA = "lora"
     DORA = "dora"
