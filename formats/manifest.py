@@ -124,7 +124,7 @@ class SiteRecord(Record):
     shift: bool
     """Whether a tensor `b` exists."""
     shift_rank: Annotated[int, Field(ge=-1)]
-    """The rank that adds `b` to the sum over ranks; -1 on column sites, where every rank adds its slice."""
+    """On row sites, the one rank that adds `b` to its partial sum; on other sites -1: every rank adds it."""
     terms: tuple[TermRecord, ...]
     live: tuple[LiveSlot, ...]
 
@@ -185,7 +185,7 @@ class Manifest(Record):
     """`manifest_digest` of the manifest."""
     settings: Mapping[str, str]
     renamed: Mapping[str, str]
-    """Adapter module path -> base module path; empty unless keys were re-rooted."""
+    """Module path in the adapter's keys -> module path in the base, of re-rooted keys."""
     workload: WorkloadRecord
     sites: tuple[SiteRecord, ...]
     """Empty when every slot is the identity, as in an adapter that was never trained."""
@@ -245,7 +245,7 @@ def _check_cut(site: SiteRecord) -> None:
             raise ValueError(f"the ranks of `{site.name}` don't hold the whole {axis} of {features}")
     if site.split is Split.ROW and sum(map(width, site.inputs)) != site.in_features:
         raise ValueError(f"two ranks of `{site.name}` hold the same inputs and would add them twice")
-    if (site.shift_rank == -1) is not (site.split is Split.COLUMN) or site.shift_rank >= len(site.inputs):
+    if (site.shift_rank >= 0) is not (site.split is Split.ROW) or site.shift_rank >= len(site.inputs):
         raise ValueError(f"rank {site.shift_rank} can't add the shift of the {site.split.value} site `{site.name}`")
 
 

@@ -38,7 +38,7 @@ def site_record(site: Site, hash_of: HashOf) -> SiteRecord:
         rotation=_rotation(site),
         scale=site.s is not None,
         shift=site.b is not None,
-        shift_rank=-1 if linear.split is Split.COLUMN else 0,
+        shift_rank=0 if linear.split is Split.ROW else -1,
         terms=tuple(_term(term, of_term, hash_of) for term, of_term in zip(site.terms, term_cuts(site), strict=True)),
         live=tuple(
             LiveSlot(

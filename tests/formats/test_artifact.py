@@ -141,6 +141,7 @@ def test_a_newer_minor_version_opens_unless_it_has_new_fields(folder: Path) -> N
         (lambda m: m["sites"][1].update(inputs=[[[0, 9]], [[8, 16]]]), "twice"),
         (lambda m: m["sites"][1].update(shift_rank=2), "rank 2 can't add"),
         (lambda m: m["sites"][1].update(shift_rank=-1), "rank -1 can't add"),
+        (lambda m: m["sites"][0].update(shift_rank=0), "rank 0 can't add"),
         (lambda m: m["sites"][0]["rotation"].update(block=5), "3 blocks of 5"),
         (lambda m: m["sites"][1].update(rotation={"kind": "blocks", "block": 16, "blocks": 1}), "across a cut"),
         (lambda m: m["sites"][0]["terms"][0]["a"].update(features=11), "11 features of 12"),
@@ -155,6 +156,19 @@ def test_a_manifest_that_contradicts_itself_is_refused(
     diagnostic = edited(folder, change)
     assert diagnostic.code.name == "SC601"
     assert words in diagnostic.found
+
+
+def test_every_rank_adds_the_shift_of_a_replicated_site(tmp_path: Path) -> None:
+    site = Written(name="layers.0.gate", in_features=4, out_features=2, slots={"b": drawn(2)}, split="replicated")
+    artifact = open_artifact(write_artifact(tmp_path, [site], tp=2))
+    assert artifact.sites[site.name].shift_rank == -1
+    assert all(torch.equal(load_rank(artifact, rank)[f"{site.name}.b"], site.slots["b"]) for rank in range(2))
+
+    def on_one_rank(manifest: Json) -> None:
+        manifest["sites"][0]["shift_rank"] = 0
+
+    diagnostic = refused(write_artifact(tmp_path, [site], name="other", tp=2, change=on_one_rank))
+    assert "rank 0 can't add" in diagnostic.found
 
 
 def test_a_changed_manifest_no_longer_has_its_digest(folder: Path) -> None:

@@ -137,7 +137,7 @@ def _site(
             "rank": rank,
             "features": features,
             "dtype": dtype,
-            "bytes": (store / "factors" / f"{digest}.safetensors").stat().st_size,
+            "bytes": rank * features * torch_dtype(dtype).itemsize,
         }
         windows[slot] = {"factor": digest, "features": site.in_features if slot[0] == "A" else site.out_features}
     for rank in range(tp):
@@ -158,7 +158,7 @@ def _site(
         "rotation": None if rotation is None else _rotation(rotation),
         "scale": "ds" in site.slots,
         "shift": "b" in site.slots,
-        "shift_rank": -1 if site.split == "column" else 0,
+        "shift_rank": 0 if site.split == "row" else -1,
         "terms": [
             {
                 "rank": site.slots[f"A{number}"].shape[0],
