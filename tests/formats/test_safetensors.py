@@ -1,4 +1,4 @@
-"""The reader and the writer of safetensors files, against the format's own library and against damage."""
+"""Reading safetensors files: values against the library's, and damaged files."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_eight_bytes_or_fewer_are_a_truncated_file(tmp_path: Path, size: int) ->
     assert code_of(lambda: read_header(path))[0] is Code.SC104
 
 
-def test_an_lfs_pointer_is_named(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_reported_as_one(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
     code, text = code_of(lambda: read_header(path))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -113,16 +114,15 @@ def _write_until(step: int, store: Path, source: Path) -> None:
     """Write an artifact and hang at a file's or a folder's sync."""
     done = 0
 
-    def sync(handle: int) -> None:
+    def sync(_: int) -> None:
         nonlocal done
         if done == step:
             (store.parent / "hangs").touch()
             time.sleep(60)
         done += 1
-        del handle
 
-    os.fsync = sync
-    _write(store, source)
+    with patch.object(os, "fsync", sync):
+        _write(store, source)
     (store.parent / "hangs").touch()
     time.sleep(60)
 
