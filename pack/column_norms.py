@@ -19,7 +19,6 @@ import torch
 
 from scute_compile.ir.expressions import ColumnNorm, Expression
 from scute_compile.pack.evaluate import Array
-from scute_compile.passes.scale import NormPlan, plan_norm
 
 CANCELLING = 4.0
 """Columns whose `|c A B| / |W + c A B|` exceeds this are computed in float64: float32 errs by about 1e-7 of `c A B`."""
@@ -37,9 +36,9 @@ class NormRequest:
     norm: ColumnNorm
 
 
-ReadTiles = Callable[[NormPlan], Iterator[torch.Tensor]]
-"""Yields a weight's tiles `(rows, row_width)` in the plan's order and the stored dtype; a tile may reuse the memory of
-the one before it."""
+ReadTiles = Callable[[ColumnNorm], Iterator[torch.Tensor]]
+"""Yields the tiles of a norm's weight in order, `(rows, row_width)`, in their stored dtype; each tile may overwrite the
+previous one."""
 Evaluate = Callable[[int, Expression], Array]
 """An adapter's number and an expression over its file tensors -> value."""
 
@@ -94,7 +93,7 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
 def _weight_norms(
     read_tiles: ReadTiles, evaluate: Evaluate, requests: list[NormRequest]
 ) -> list[npt.NDArray[np.float64]]:
-    plan = plan_norm(requests[0].norm)
+    plan = requests[0].norm  # the tiles depend on the weight's shape alone
     factors = [_Factors.of(request, evaluate) for request in requests]
     if requests[0].norm.transposed:
         return [total.numpy() for total in _transposed_norms(plan, factors, read_tiles)]
@@ -129,11 +128,12 @@ class _Factors:
         return ((b @ (a @ a.T)) * b).sum(1).clamp(min=0).sqrt()
 
 
-def _row_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
+def _row_norms(plan: ColumnNorm, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
     """Compute norms of a weight whose rows are outputs: products, and sums of one run, in float32."""
-    totals = [torch.empty(plan.rows, dtype=torch.float64) for _ in factors]
+    totals = [torch.empty(plan.shape[0], dtype=torch.float64) for _ in factors]
     narrow = [tuple(x.float() for x in factor.exact()) for factor in factors]
-    sums, run = torch.empty(plan.rows_per_tile, plan.row_width), math.gcd(plan.row_width, RUN)
+    row_width = plan.weight.shape[1]
+    sums, run = torch.empty(plan.tile_rows, row_width), math.gcd(row_width, RUN)
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         for total, (a, b) in zip(totals, narrow, strict=True):
             columns = sums[: stop - start].copy_(tile).addmm_(b[start:stop], a)
@@ -143,7 +143,7 @@ def _row_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -
 
 
 def _correct(
-    total: torch.Tensor, cancelling: torch.Tensor, plan: NormPlan, factor: _Factors, read_tiles: ReadTiles
+    total: torch.Tensor, cancelling: torch.Tensor, plan: ColumnNorm, factor: _Factors, read_tiles: ReadTiles
 ) -> None:
     """Recompute the norms of cancelling columns in float64; this rare case reads the weight a second time."""
     a, b = factor.exact()
@@ -153,11 +153,11 @@ def _correct(
         total[start:stop][chosen] = torch.linalg.vector_norm(exact, dim=1)
 
 
-def _transposed_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
+def _transposed_norms(plan: ColumnNorm, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
     """Compute norms of a weight whose rows are inputs (Conv1D): squares are summed over tiles in float64, in order."""
-    totals = [torch.zeros(plan.row_width, dtype=torch.float64) for _ in factors]
+    totals = [torch.zeros(plan.shape[0], dtype=torch.float64) for _ in factors]
     exact = [factor.exact() for factor in factors]
-    sums = torch.empty(plan.rows_per_tile, plan.row_width, dtype=torch.float64)
+    sums = torch.empty(plan.tile_rows, plan.weight.shape[1], dtype=torch.float64)
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         for total, (a, b) in zip(totals, exact, strict=True):
             entries = sums[: stop - start].copy_(tile).addmm_(a[:, start:stop].T, b.T)

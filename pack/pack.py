@@ -14,6 +14,7 @@ from safetensors.torch import save
 
 from scute_compile.formats.artifact import FACTOR_TENSOR, open_artifact
 from scute_compile.formats.base_checkpoint import BaseCheckpoint
+from scute_compile.formats.hub import portable_name
 from scute_compile.formats.layout import SHIFT_DTYPE, tensor_name
 from scute_compile.formats.manifest import FORMAT, SCHEMA_VERSION, FactorFile, RankFile, SiteRecord
 from scute_compile.formats.peft_folder import AdapterFolder
@@ -21,14 +22,14 @@ from scute_compile.formats.reading import opened
 from scute_compile.formats.safetensors import read_exactly, read_tensor
 from scute_compile.formats.writer import artifact_writer
 from scute_compile.ir.dtypes import DType, torch_dtype
-from scute_compile.ir.expressions import Expression, Fill, Ref, Source, Subtract, VeraProjection
+from scute_compile.ir.expressions import ColumnNorm, Expression, Fill, Ref, Source, Subtract, VeraProjection
 from scute_compile.ir.program import Program, Site
 from scute_compile.pack.column_norms import NormRequest, one_thread_per_operation, stream_norms
 from scute_compile.pack.evaluate import Array, evaluate
 from scute_compile.pack.manifest_records import finding_record, note_record, site_record, site_slices, term_slices
 from scute_compile.pack.rounding import TooNarrow, factor_digest, rounded
 from scute_compile.pack.vera_projection import draw
-from scute_compile.passes.scale import NormPlan, column_norms, site_expressions
+from scute_compile.passes.scale import column_norms
 
 Norms = Mapping[Expression, Array]
 """Column norms by expression, each `(out,)`."""
@@ -44,7 +45,7 @@ class Package:
     program: Program
     adapter: AdapterFolder
     base: Mapping[str, JsonValue]
-    """The base's identity, as the manifest holds it."""
+    """The fields of the manifest's `base` that don't depend on the adapter: all but `name`."""
     sources: Mapping[str, str]
     """Hashes of the adapter's files."""
     dtypes: tuple[DType, ...]
@@ -72,16 +73,16 @@ def read_norms(
     ]
     norms: tuple[dict[Expression, Array], ...] = tuple({} for _ in packages)
 
-    def tiles(plan: NormPlan) -> Iterator[torch.Tensor]:
-        stored = base.tensors[plan.key]
+    def tiles(norm: ColumnNorm) -> Iterator[torch.Tensor]:
+        stored = base.tensors[norm.weight.key]
         if stored.file is None:
-            raise AssertionError(plan.key)
-        width = stored.entry.nbytes // plan.rows
-        buffer = np.empty(plan.rows_per_tile * width, np.uint8)
-        tile = torch.from_numpy(buffer).view(torch_dtype(stored.entry.dtype)).view(plan.rows_per_tile, -1)
+            raise AssertionError(norm.weight.key)
+        width = stored.entry.nbytes // norm.weight.shape[0]
+        buffer = np.empty(norm.tile_rows * width, np.uint8)
+        tile = torch.from_numpy(buffer).view(torch_dtype(stored.entry.dtype)).view(norm.tile_rows, -1)
         with opened(stored.file) as file:
             file.seek(stored.entry.begin)
-            for start, stop in plan.tiles():
+            for start, stop in norm.tiles():
                 read_exactly(file, buffer[: (stop - start) * width], stored.file)
                 yield tile[: stop - start]
 
@@ -158,7 +159,7 @@ class _Values:
         drawn: dict[Expression, Array] = {
             node: draw(node)
             for site in package.program.sites
-            for value in site_expressions(site)
+            for value in site.expressions()
             for node in set(value.walk())
             if isinstance(node, VeraProjection)
         }
@@ -242,11 +243,11 @@ def _manifest(
         "schema_version": SCHEMA_VERSION,
         "tool": package.tool,
         "name": package.name,
-        "method": program.method,
+        "method": program.method.value,
         "dtype": dtype.value,
         "tp": program.target.tp,
         "lora_sharding": program.target.lora_sharding.value,
-        "base": dict(package.base),
+        "base": {**package.base, "name": portable_name(package.adapter.base_model)},
         "sources": dict(package.sources),
         "settings": dict(program.settings),
         "renamed": dict(program.renamed),

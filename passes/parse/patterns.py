@@ -1,4 +1,4 @@
-"""Matching module paths the way PEFT does (`tuners/tuners_utils.py`, `utils/other.py`), within a time limit."""
+"""Matches module paths as PEFT does (`tuners/tuners_utils.py`, `utils/other.py`), with a time limit."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ import regex
 from scute_compile.diagnostics import Code, fail
 
 SECONDS = 0.5
-"""Longest time one pattern may take on one module path; ordinary patterns take microseconds."""
+"""The time limit of one pattern on one module path; ordinary patterns take microseconds."""
 
 Value = TypeVar("Value")
 
-
 NESTED_REPEAT = regex.compile(r"\((?:[^()\\]|\\.)*[*+](?:[^()\\]|\\.)*\)(?:[*+]|\{\d*,\d*\})")
-"""A repeat inside a repeated group: the shape that backtracks without end in the engine that PEFT uses."""
+"""A repeat inside a repeated group, which backtracks exponentially in the engine that PEFT uses."""
 
 
 def full_match(pattern: str, path: str, *, where: str) -> bool:
-    """Return whether `pattern` matches all of `path`; `where` names the configuration field for messages."""
+    """Return whether `pattern` matches all of `path`.
+
+    Args:
+        pattern: a regular expression of a configuration.
+        path: a module path.
+        where: the configuration's field, for messages.
+
+    Raises:
+        ScuteError: SC205 when the pattern is not a regular expression, SC209 when it takes too long.
+    """
     if NESTED_REPEAT.search(pattern):
         fail(
             Code.SC209,
             where=where,
-            found=f"`{pattern}` repeats a group that repeats: it may match no module and take no end of time to say so",
+            found=f"`{pattern}` repeats a group that contains a repeat: matching may take exponential time",
             expected="a pattern that ends on every module path",
-            next="replace the pattern by a list of module names",
         )
     with _faults_named(pattern, path, where):
         return regex.fullmatch(pattern, path, timeout=SECONDS) is not None
@@ -44,7 +51,6 @@ def _faults_named(pattern: str, path: str, where: str) -> Iterator[None]:
             where=where,
             found=f"`{pattern}` took more than {SECONDS} s on `{path}`",
             expected="a pattern that ends on every module path",
-            next="replace the pattern by a list of module names",
         )
     except regex.error as error:
         fail(
@@ -71,10 +77,10 @@ def ends_with(path: str, name: str) -> bool:
 
 
 def layer_number(path: str, layers_pattern: Sequence[str]) -> int | None:
-    """Return the layer that `path` lies in: its first numbered segment, or the one after a named segment."""
+    """Return the number of the layer that contains `path`: its first numbered segment, or the first after a pattern."""
     for pattern in layers_pattern or (r"[^.]*",):
         with _faults_named(pattern, path, "layers_pattern"):
             found = regex.match(rf".*?\.{pattern}\.(\d+)\.", path, timeout=SECONDS)
-            if found and str(found.group(1)).isdecimal():  # a group of the pattern's own may stand first
+            if found and str(found.group(1)).isdecimal():  # the pattern may contain a group, which then comes first
                 return int(found.group(1))
     return None
