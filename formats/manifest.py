@@ -342,6 +342,9 @@ def claims_format(raw: bytes) -> bool:
 def schema_text() -> str:
     """Return the JSON schema of the manifest, the content of `formats/manifest.schema.json`."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Manifest.model_json_schema()}
+    for definition in schema["$defs"].values():
+        if "enum" in definition:
+            definition.pop("description", None)  # describes the compiler's class
     return json.dumps(schema, indent=2, sort_keys=True) + "\n"
 
 

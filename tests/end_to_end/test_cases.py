@@ -81,9 +81,9 @@ def assert_says(case: Case, adapter: dict[str, Any]) -> None:
     assert len(named) >= case.sites_named, text
 
 
-def by_layer(artifact: Path, rank: int = 0, tp: int = 1) -> dict[str, torch.Tensor]:
+def by_layer(artifact: Path, rank: int = 0) -> dict[str, torch.Tensor]:
     """A rank's tensors, named from the layer on, whatever stands before it."""
-    tensors = load_file(artifact / f"rank-{rank:05d}-of-{tp:05d}.safetensors")
+    tensors = load_file(rank_file(artifact, rank))
     return {key[key.index("layers.") :]: value for key, value in tensors.items()}
 
 
@@ -97,7 +97,7 @@ def assert_matches_oracle(case: Case, where: Made, artifact: Path, store: Path, 
     elif case.oracle is Oracle.UNCHANGED:
         before = compiled(where.unchanged, where.trained_on, store / "before", "--tp", tp)
         for rank in range(tp):
-            ours, theirs = by_layer(artifact, rank, tp), by_layer(before, rank, tp)
+            ours, theirs = by_layer(artifact, rank), by_layer(before, rank)
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[key], theirs[key]) for key in ours)
         assert verified(artifact, where.adapter, where.base)["relative_error"] <= FLOAT32
