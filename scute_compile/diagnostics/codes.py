@@ -95,8 +95,10 @@ class Code(Enum):
         "`target_modules` none of the base's layers. The entry has no effect.",
     )
     SC209 = (
-        "a pattern takes too long to match",
-        "A regular expression backtracks exponentially on ordinary module names.",
+        "a pattern can't be matched in bounded time",
+        "Patterns mean what Python's `re` means, but an automaton of bounded size matches them, so that none takes "
+        "exponential time or memory. Back-references, atomic groups, possessive repeats and patterns that expand to "
+        "very many states are refused.",
         "replace the pattern by a list of module names",
     )
     SC210 = (
