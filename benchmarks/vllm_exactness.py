@@ -59,8 +59,7 @@ def prepare(work: Path, tp: int) -> None:
     from peft import PeftModel, get_peft_model
 
     from scute_compile.driver.commands import compile_adapters
-    from scute_compile.formats.artifact_tensors import TORCH_DTYPES
-    from scute_compile.ir.dtypes import DType
+    from scute_compile.ir.dtypes import DType, torch_dtype
     from scute_compile.ir.target import Target
 
     torch.manual_seed(3)
@@ -80,7 +79,7 @@ def prepare(work: Path, tp: int) -> None:
     def base(dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers' own
         return transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=dtype)
 
-    expected = {"base": {dtype.value: _says(base(TORCH_DTYPES[dtype])) for dtype in DType}}
+    expected = {"base": {dtype.value: _says(base(torch_dtype(dtype.value))) for dtype in DType}}
     for number, (name, made) in enumerate(configs().items()):
         model = get_peft_model(base(torch.float32), made())
         _draw(model, number)
@@ -88,8 +87,8 @@ def prepare(work: Path, tp: int) -> None:
         expected[name] = {
             dtype.value: _says(
                 PeftModel.from_pretrained(
-                    base(TORCH_DTYPES[dtype]), work / "adapters" / name, autocast_adapter_dtype=False
-                ).to(TORCH_DTYPES[dtype])
+                    base(torch_dtype(dtype.value)), work / "adapters" / name, autocast_adapter_dtype=False
+                ).to(torch_dtype(dtype.value))
             )
             for dtype in DType
         }

@@ -77,7 +77,7 @@ def other_base(artifact: Artifact, base: OpenBase) -> tuple[Diagnostic, ...]:
 
 def other_sources(artifact: Artifact, adapter: AdapterFolder) -> tuple[Diagnostic, ...]:
     """Return a note when the adapter's files aren't those that the artifact was compiled from."""
-    from scute_compile.formats.safetensors_writer import sha256_of
+    from scute_compile.formats.reading import sha256_of
 
     recorded = artifact.manifest.sources
     now = {name: sha256_of(path) for name in recorded if (path := _file(adapter, name)).is_file()}

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.adapters import write_config
+from tests.support.artifact_files import rank_file
 from tests.support.bases import made_once
 from tests.support.cases import Case, Oracle, Outcome, base_tensor
 from tests.support.commands import Ran, compiled, scute, scute_process, verified
@@ -80,9 +81,9 @@ def assert_says(case: Case, adapter: dict[str, Any]) -> None:
     assert len(named) >= case.sites_named, text
 
 
-def by_layer(artifact: Path, rank: int = 0, tp: int = 1) -> dict[str, torch.Tensor]:
+def by_layer(artifact: Path, rank: int = 0) -> dict[str, torch.Tensor]:
     """A rank's tensors, named from the layer on, whatever stands before it."""
-    tensors = load_file(artifact / f"rank-{rank:05d}-of-{tp:05d}.safetensors")
+    tensors = load_file(rank_file(artifact, rank))
     return {key[key.index("layers.") :]: value for key, value in tensors.items()}
 
 
@@ -96,7 +97,7 @@ def assert_matches_oracle(case: Case, where: Made, artifact: Path, store: Path, 
     elif case.oracle is Oracle.UNCHANGED:
         before = compiled(where.unchanged, where.trained_on, store / "before", "--tp", tp)
         for rank in range(tp):
-            ours, theirs = by_layer(artifact, rank, tp), by_layer(before, rank, tp)
+            ours, theirs = by_layer(artifact, rank), by_layer(before, rank)
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[key], theirs[key]) for key in ours)
         assert verified(artifact, where.adapter, where.base)["relative_error"] <= FLOAT32
@@ -173,7 +174,7 @@ def test_rotations_without_a_version_follow_the_series_of_their_time(
     """PEFT 0.16 and 0.17 gave every power of Q the coefficient 2; since 0.18 the last one has 1."""
     where = made(BY_NAME["OFT without a version"])
     artifact = compiled(where.adapter, where.base, tmp_path / "store")
-    tensors = load_file(artifact / "rank-00000-of-00001.safetensors")
+    tensors = load_file(rank_file(artifact))
     upper = torch.triu_indices(8, 8, 1)
     for key, vectors in load_file(where.adapter / WEIGHTS).items():
         q = torch.zeros(vectors.shape[0], 8, 8, dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.artifact_files import Tensors, manifest_of, rank_tensors, tampered
+from tests.support.artifact_files import Tensors, manifest_of, rank_file, rank_tensors, tampered
 from tests.support.bases import BASES
 from tests.support.commands import compiled, scute, verified
 
@@ -190,20 +190,19 @@ def test_one_rank_has_nothing_to_share(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
     plain = compiled(adapter, base, tmp_path / "plain")
     full = compiled(adapter, base, tmp_path / "full", "--lora-sharding", "full")
-    assert (plain / "rank-00000-of-00001.safetensors").read_bytes() == (
-        full / "rank-00000-of-00001.safetensors"
-    ).read_bytes()
+    assert rank_file(plain).read_bytes() == rank_file(full).read_bytes()
 
 
-def test_the_default_layout_is_written_as_it_was_before_there_was_another(pair: Pair, tmp_path: Path) -> None:
-    """Readers of version 1.0 take it; those fields that they don't know are in the other layout's manifests alone."""
+def test_the_manifest_states_how_terms_are_cut(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
-    manifest = manifest_of(compiled(adapter, base, tmp_path / "plain", "--tp", 2))
-    assert manifest["schema_version"] == "1.0"
-    assert "lora_sharding" not in manifest
-    assert not any({"rows", "columns"} & term.keys() for site in manifest["sites"] for term in site["terms"])
+    plain = manifest_of(compiled(adapter, base, tmp_path / "plain", "--tp", 2))
     full = manifest_of(compiled(adapter, base, tmp_path / "full", "--tp", 2, "--lora-sharding", "full"))
-    assert (full["schema_version"], full["lora_sharding"]) == ("1.1", "full")
+    assert (plain["lora_sharding"], full["lora_sharding"]) == ("default", "full")
+    cuts = [
+        {(term["rows"] is None, term["columns"] is None) for site in manifest["sites"] for term in site["terms"]}
+        for manifest in (plain, full)
+    ]
+    assert cuts == [{(True, True)}, {(False, True), (True, False)}]
 
 
 def test_commands_plan_for_the_layout_that_is_asked_for(pair: Pair, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from peft import AdaLoraConfig, LoraConfig, VeraConfig
 from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import write_config
+from tests.support.artifact_files import rank_file
 from tests.support.commands import Ran, compiled, scute, verified
 from tests.support.damage import ROOT, Edit, Saved, changed, configured, renamed, without
 
@@ -125,8 +126,7 @@ def test_what_peft_would_read_otherwise_is_said_and_served_as_trained(
     assert _found(ran)[code] == "note"
     assert word in _text(ran)
     first, second = (compiled(one, base, tmp_path / name) for one, name in ((original, "a"), (folder, "b")))
-    ranks = "rank-00000-of-00001.safetensors"
-    assert (first / ranks).read_bytes() == (second / ranks).read_bytes()
+    assert rank_file(first).read_bytes() == rank_file(second).read_bytes()
 
 
 def test_the_default_name_in_keys_is_no_news(base_folder: Folder, adapter_folder: Adapter, tmp_path: Path) -> None:

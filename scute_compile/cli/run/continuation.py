@@ -12,8 +12,7 @@ import torch
 from scute_compile.cli.run.request import Answer, Prompt
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.artifact import Artifact
-from scute_compile.formats.artifact_tensors import TORCH_DTYPES
-from scute_compile.ir.dtypes import DType
+from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.model.served_model import ServedModel
 
@@ -72,7 +71,7 @@ def _run(
     tokenizer = _tokenizer(base)
     tokens = [_encoded(tokenizer, prompt) for prompt in prompts]
     first = next(iter(artifacts.values()), None)
-    dtype = TORCH_DTYPES[first.manifest.dtype if first else DType(base.dtype)]
+    dtype = torch_dtype(first.manifest.dtype.value if first else base.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(base.folder, dtype=dtype).to(device)
     _check_tokens(base, model, tokens, max_new_tokens)
