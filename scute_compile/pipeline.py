@@ -101,7 +101,15 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
     return OpenBase(checkpoint=checkpoint, structure=build_structure(checkpoint.config, tensors))
 
 
-def plan(source: str, base: OpenBase | None, target: Target, *, hash_files: bool = False, name: str = "") -> Planned:
+def plan(
+    source: str,
+    base: OpenBase | None,
+    target: Target,
+    *,
+    hash_files: bool = False,
+    name: str = "",
+    adapter: AdapterFolder | None = None,
+) -> Planned:
     """Plan one adapter as far as routes.
 
     Args:
@@ -110,10 +118,10 @@ def plan(source: str, base: OpenBase | None, target: Target, *, hash_files: bool
         target: what to compile for.
         hash_files: whether the scan hashes the adapter's files as well.
         name: what to call the adapter; its folder's name by default.
+        adapter: the adapter of `source`, when it is open already.
     """
-    adapter: AdapterFolder | None = None
     try:
-        adapter = open_adapter(source)
+        adapter = adapter or open_adapter(source)
         scanned = scan(adapter, hash_files=hash_files)
         compare = _comparison(adapter, base.checkpoint) if base else _never_same
         program, findings = parse(adapter, scanned, base.structure if base else None, compare, target)

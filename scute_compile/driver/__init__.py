@@ -1,1 +1,1 @@
-"""Opens bases, groups adapters by base, packs, and checks artifacts against what was asked."""
+"""Opens bases, groups adapters by base, packs them, and checks artifacts against a request. Returns data, prints nothing."""
