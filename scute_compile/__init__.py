@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scute_compile.diagnostics import ScuteError
@@ -119,9 +120,9 @@ def compile(  # noqa: A001 - the verb of the field, always called as `scute.comp
         paths_of(adapters),
         base=None if base is None else path_of(base),
         target=checked_target(target),
-        store=store,
+        store=Path(store),
         name=name or "",
-        progress=progress,
+        progress=progress or (lambda *_: None),
     )
 
 
@@ -254,9 +255,7 @@ def explain(
     )
 
 
-def verify(
-    artifact: StrPath, *, adapter: StrPath, base: StrPath | None = None, tokens: int = 64
-) -> VerifyReport:
+def verify(artifact: StrPath, *, adapter: StrPath, base: StrPath | None = None, tokens: int = 64) -> VerifyReport:
     """Run an artifact and PEFT in float32 on the same random tokens, and compare their log-probabilities.
 
     Args:

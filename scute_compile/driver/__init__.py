@@ -1,1 +1,1 @@
-"""Opens bases, groups adapters by base, packs them, and checks artifacts against a request. Returns data, prints nothing."""
+"""Plans the adapters of a call by base, packs them, and compares artifacts with a request. Returns data."""

@@ -32,7 +32,7 @@ def paths_of(paths: StrPath | Iterable[StrPath]) -> tuple[str, ...]:
     several = (paths,) if isinstance(paths, str | os.PathLike) else tuple(paths)
     if not several:
         fail(Code.SC703, where="paths", found="no path", expected="at least one", next="pass a folder or a Hub id")
-    return tuple(map(os.fspath, several))
+    return tuple(path_of(path) for path in several)
 
 
 def checked_target(target: Target) -> Target:

@@ -80,7 +80,7 @@ def other_target(artifact: Artifact, requested: Requested) -> tuple[Diagnostic, 
 
 
 def other_base(artifact: Artifact, base: OpenBase) -> tuple[Diagnostic, ...]:
-    """Return SC608 when an artifact was compiled for another base, by the hash of its structure or of sampled weights."""
+    """Return SC608 when an artifact was compiled for another base, by the hashes of structure and sampled weights."""
     from scute_compile.formats.fingerprint import content_hash
 
     findings = Findings()

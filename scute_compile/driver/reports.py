@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from scute_compile.diagnostics import Diagnostic, ScuteError, Severity
-from scute_compile.pipeline import Planned
+
+if TYPE_CHECKING:
+    from scute_compile.pipeline import Planned
 
 SCHEMA_VERSION = "1.0"
 """Version of the JSON that commands print."""

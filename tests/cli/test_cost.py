@@ -10,6 +10,7 @@ from rich.console import Console
 
 from scute_compile.base.shapes import SHAPES, named_shape, shape_of
 from scute_compile.base.structure import ModelStructure
+from scute_compile.cli.cost.rendering import render
 from scute_compile.cli.cost.report import CostReport, CostRow, Sizes, cost_table
 from scute_compile.cli.cost.step_cost import (
     gemm_bytes,
@@ -192,7 +193,7 @@ def test_json_carries_its_version_and_the_tables_numbers() -> None:
 
 def test_the_printed_table_shows_the_published_numbers() -> None:
     console = Console(file=io.StringIO(), width=120)
-    cost_table(LLAMA, workload=A6000).render(console)
+    render(cost_table(LLAMA, workload=A6000), console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert all(part in text for part in ("21.47 GB", "31.581", "1.275 GB", "16.78 MB", "680 GB/s"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from scute_compile.cli.demo.rendering import render
 from scute_compile.cli.demo.report import ACCURACY, DemoReport, DemoRow, demo
 from scute_compile.diagnostics import Code, ScuteError
 from tests.support.commands import Ran, scute
@@ -90,14 +92,15 @@ def row(**changes: object) -> DemoRow:
 def test_a_row_that_differs_is_named(wrong: DemoRow) -> None:
     report = DemoReport(rows=(row(adapter="lora"), wrong), explained=(), folder=None)
     out = io.StringIO()
-    report.render(Console(file=out, width=100))
+    render(report, Console(file=out, width=100))
     assert not report.passed
     assert f"not equal to PEFT: {wrong.adapter}" in out.getvalue()
 
 
 @pytest.mark.parametrize("package", ["torch", "peft", "transformers"])
 def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a light install meets, brought about by hiding one package from the import statement."""
+    """As in a light install: one package is hidden from the import statement."""
+    monkeypatch.delitem(sys.modules, "scute_compile.cli.demo.models", raising=False)
     real = builtins.__import__
 
     def hiding(name: str, *rest: object) -> object:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from scute_compile.cli.explain.rendering import render
 from scute_compile.cli.explain.report import ExplainReport, explain, notes_of
 from scute_compile.diagnostics import Code, ScuteError
 from scute_compile.ir.program import Action, Program, Route
@@ -27,7 +28,7 @@ def explained(program: Program, glob: str | None = None) -> ExplainReport:
 
 def shown(report: ExplainReport, width: int = 100) -> str:
     out = io.StringIO()
-    report.render(Console(file=out, width=width, force_terminal=False))
+    render(report, Console(file=out, width=width, force_terminal=False))
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 
 

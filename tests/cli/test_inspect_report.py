@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scute_compile.cli.cost.report import readable
+from scute_compile.cli.inspect.rendering import render
 from scute_compile.cli.inspect.report import InspectReport, inspect_artifact, inspect_program
+from scute_compile.cli.sizes import readable
 from scute_compile.formats.artifact import open_artifact
 from scute_compile.formats.safetensors import read_header
 from scute_compile.ir.dtypes import DType
@@ -33,7 +34,7 @@ def inspected(program: Program) -> InspectReport:
 
 def shown(report: InspectReport, width: int = 100) -> str:
     out = io.StringIO()
-    report.render(Console(file=out, width=width, force_terminal=False))
+    render(report, Console(file=out, width=width, force_terminal=False))
     return out.getvalue()
 
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from scute_compile.cli.run import continuation as run_command
-from scute_compile.cli.run.request import parse_request, shown
-from scute_compile.cli.run.stream import streaming
+from scute_compile.cli.run.rendering import block, streaming
+from scute_compile.cli.run.request import parse_request
 from scute_compile.diagnostics import Code, ScuteError
+from scute_compile.runtime_min.model import continuation
 from tests.support.bases import load_base
 from tests.support.commands import Ran, scute
 from tests.support.served import Compiled, Pair, artifact_of, peft_model
@@ -118,7 +118,7 @@ def test_a_device_without_room_is_named(base: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object, **__: object) -> None:  # no device here runs out of memory without taking the host along
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr(run_command, "load_model", full)
+    monkeypatch.setattr(continuation, "load_model", full)
     refused(scute("run", "--base", base, "--prompt", ":w5"), "SC814", "Tried to allocate 20.00 GiB")
 
 
@@ -150,12 +150,13 @@ def test_names_are_cut_at_the_first_colon_and_equals_sign() -> None:
 def test_a_terminal_shows_every_row_as_it_grows() -> None:
     screen = StringIO()
     console = Console(file=screen, force_terminal=True, width=60)
-    with streaming(console, ["a:x", ":y"], live=True) as say:
-        say(["one", "un"])
-        say(["one two\x1b[31m", "un deux"])
+    prompts = parse_request(["a=store/a"], ["a:x", ":y"]).prompts
+    with streaming(console, prompts, live=True) as show:
+        show(["one", "un"])
+        show(["one two\x1b[31m", "un deux"])
     assert "a> one two\\x1b[31m" in screen.getvalue()
     assert "base> un deux" in screen.getvalue()
-    assert shown("a", "one\ntwo") == "a> one\n   two"
+    assert block("a", "one\ntwo") == "a> one\n   two"
 
 
 def changed(base: Path, tmp_path: Path, file: str, **fields: object) -> Path:
@@ -218,7 +219,7 @@ def test_a_base_that_continues_no_text_is_refused(head: str, base: Path, tmp_pat
 
 
 def test_a_prompt_that_is_no_text_is_refused(base: Path) -> None:
-    refused(scute("run", "--base", base, "--prompt", ":w5 \udcff"), "SC703", "no UTF-8")
+    refused(scute("run", "--base", base, "--prompt", ":w5 \udcff"), "SC703", "not UTF-8")
 
 
 def test_all_artifacts_that_are_wrong_are_named_with_their_adapter(
