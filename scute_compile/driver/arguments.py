@@ -38,7 +38,7 @@ def paths_of(paths: StrPath | Iterable[StrPath]) -> tuple[str, ...]:
 def checked_target(target: Target) -> Target:
     """Return a target with its enumerations in place of their names.
 
-    >>> checked_target(Target(dtype="bfloat16", lora_sharding="full")).dtype  # type: ignore[arg-type]
+    >>> checked_target(Target(dtype="bfloat16", lora_sharding="full")).dtype
     <DType.BFLOAT16: 'bfloat16'>
 
     Raises:

@@ -215,6 +215,42 @@ def test_two_adapters_of_one_name_are_not_written_over_each_other(
     assert "SC607" in ran.err
 
 
+def test_two_adapters_of_one_name_on_different_bases_are_both_refused(
+    base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
+) -> None:
+    """Without --base the adapters are grouped by base; names must differ over the whole call."""
+    same = adapter_folder("lora", "llama"), adapter_folder("lora", "qwen2")
+    assert same[0].name == same[1].name
+    store = tmp_path / "store"
+    ran = scute("compile", *same, adapter_folder("dora", "qwen2"), "-o", store, "--json")
+    assert ran.code == 1
+    outcomes = [(item["outcome"], [one["code"] for one in item["findings"]]) for item in ran.answer["adapters"]]
+    assert outcomes == [("refused", ["SC607"]), ("refused", ["SC607"]), ("exact", [])]
+    assert {folder.name for folder in store.iterdir()} - {"factors"} == {"dora"}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_adapter_is_opened_once(
+    given: bool, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scute_compile.formats import peft_folder
+
+    opened: list[Path] = []
+    read = peft_folder._read_folder
+
+    def counting(path: Path, name: str) -> peft_folder.AdapterFolder:
+        opened.append(path)
+        return read(path, name)
+
+    monkeypatch.setattr(peft_folder, "_read_folder", counting)
+    adapters = [adapter_folder("lora", "llama"), adapter_folder("dora", "llama")]
+    base = ("--base", base_folder("llama")) if given else ()
+    for command in (("check",), ("compile", "-o", tmp_path / "store")):
+        opened.clear()
+        assert scute(command[0], *adapters, *command[1:], *base).code == 0
+        assert opened == adapters
+
+
 def test_a_single_adapter_can_be_named(base_folder: Folder, adapter_folder: Adapter, tmp_path: Path) -> None:
     artifact = compiled(
         adapter_folder("lora", "llama"), base_folder("llama"), tmp_path / "store", "--name", "support-bot"
