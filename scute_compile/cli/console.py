@@ -46,8 +46,9 @@ def literal(*parts: str | tuple[str, str]) -> Text:
     """
     from rich.text import Text
 
-    text = Text()
-    for part in parts:
-        content, style = (part, "") if isinstance(part, str) else part
-        text.append("\n".join(map(printable, content.split("\n"))), style)
+    pieces = [(part, "") if isinstance(part, str) else part for part in parts]
+    style = pieces[0][1] if len(pieces) == 1 else ""  # the style of a whole cell covers its padding
+    text = Text(style=style)
+    for content, piece_style in pieces:
+        text.append("\n".join(map(printable, content.split("\n"))), None if style else piece_style)
     return text

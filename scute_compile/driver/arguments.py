@@ -27,7 +27,7 @@ def paths_of(paths: StrPath | Iterable[StrPath]) -> tuple[str, ...]:
     """Return one or several paths as a tuple.
 
     Raises:
-        ScuteError: SC703 when there are none.
+        ScuteError: SC703 for no path.
     """
     several = (paths,) if isinstance(paths, str | os.PathLike) else tuple(paths)
     if not several:

@@ -108,7 +108,7 @@ def servable(planned: Planned) -> Planned:
     """Return an adapter that was not refused.
 
     Raises:
-        ScuteError: the findings of a refused one.
+        ScuteError: the findings, when it was refused.
     """
     if planned.refused:
         raise ScuteError(planned.findings)

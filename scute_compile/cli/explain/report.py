@@ -194,5 +194,5 @@ def _group_record(group: Group[Note]) -> dict[str, object]:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, in the plural when it needs one."""
+    """Return a count with its noun, in the plural where needed."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
