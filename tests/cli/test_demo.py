@@ -1,4 +1,4 @@
-"""The embedded example runs the whole way, and what it prints follows from what it measured."""
+"""`scute demo`: every row equals PEFT, and failures are named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.commands import Ran, scute
 
 METHODS = ("lora", "dora", "ia3", "vera", "oft", "adalora")
 EFFECT = 0.1
-"""Log-probabilities must move by this much, or agreement proves nothing."""
+"""The least mean change of the log-probabilities. Below it agreement would prove nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_slots_are_merged_beside_owned_factors_and_live_beside_others(kept: tupl
     }
 
 
-def test_what_is_kept_can_be_used_by_the_other_commands(kept: tuple[Ran, Path]) -> None:
+def test_kept_files_can_be_used_by_the_other_commands(kept: tuple[Ran, Path]) -> None:
     _, folder = kept
     assert len(list((folder / "base").glob("*.safetensors"))) > 1
     for method in METHODS:
@@ -64,7 +64,7 @@ def test_what_is_kept_can_be_used_by_the_other_commands(kept: tuple[Ran, Path]) 
     assert [item["outcome"] for item in checked.answer["adapters"]] == ["exact"] * len(METHODS)
 
 
-def test_a_folder_with_files_is_left_alone(kept: tuple[Ran, Path]) -> None:
+def test_a_folder_with_files_is_refused_and_unchanged(kept: tuple[Ran, Path]) -> None:
     _, folder = kept
     before = sorted(folder.rglob("*"))
     ran = scute("demo", "-o", folder)
@@ -73,7 +73,7 @@ def test_a_folder_with_files_is_left_alone(kept: tuple[Ran, Path]) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_file_in_the_folders_place_is_said_plainly(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ran = scute("demo", "-o", tmp_path / "file")
     assert (ran.code, "SC109" in ran.err) == (1, True)
@@ -106,7 +106,7 @@ def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatc
     def hiding(name: str, *rest: object) -> object:
         if name == package:
             raise ModuleNotFoundError(name=package)
-        return real(name, *rest)  # type: ignore[arg-type] # passed through as they came
+        return real(name, *rest)  # type: ignore[arg-type] # passed on unchanged
 
     monkeypatch.setattr(builtins, "__import__", hiding)
     with pytest.raises(ScuteError) as caught:
