@@ -70,11 +70,13 @@ _LAZY = {
 """Types of results -> the module that is imported when the name is first used."""
 
 
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
-    return value
+if not TYPE_CHECKING:  # a type checker reads the imports above, and reports unknown names
+
+    def __getattr__(name: str) -> object:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+        return value
 
 
 def compile(  # noqa: A001 - the verb of the field, always called as `scute.compile`

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 def consoles() -> tuple[Console, Console]:
     """Return consoles on standard output and on standard error.
 
-    Neither replaces `:smile:` in a name by an emoji nor colours what looks like a number.
+    Neither of them replaces `:smile:` in a name by an emoji, or colours numbers in it.
     """
     from rich.console import Console
 
-    return tuple(Console(file=stream, emoji=False, highlight=False) for stream in (sys.stdout, sys.stderr))  # type: ignore[return-value] # two of them
+    results, problems = (Console(file=stream, emoji=False, highlight=False) for stream in (sys.stdout, sys.stderr))
+    return results, problems
 
 
 def print_json(value: object) -> None:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TypeVar
 
+from scute_compile import StrPath
 from scute_compile.diagnostics import Code, Findings, fail
 from scute_compile.driver.artifact_checks import Requested
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import LoraSharding, Target
 
-StrPath = str | os.PathLike[str]
 MAX_TP = 1024
 Choice = TypeVar("Choice", bound=StrEnum)
 

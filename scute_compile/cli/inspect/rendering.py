@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from scute_compile.cli.console import literal, print_line
 from scute_compile.cli.inspect.views import SiteView, SlotView
+from scute_compile.cli.outcomes import SHOWN
 from scute_compile.cli.sizes import readable
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import LoraSharding
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from scute_compile.cli.inspect.report import InspectReport
 
-SHOWN = 3
-"""How many findings of one code are printed; JSON has all."""
 SLOTS = ("R", "s", "b", "d", "e", "A", "B")
 HASH_DIGITS = 12
 OTHER_COLUMNS = 60
