@@ -1,6 +1,6 @@
-"""What `two_ranks.py` runs on: a random Llama of given layer shapes, adapters of all five methods, and their artifacts.
+"""The models of `two_ranks.py`: a random Llama of given shapes, adapters of all five methods, and their artifacts.
 
-Everything goes through real files: transformers saves the base, PEFT saves the adapters, the compiler writes artifacts.
+All are real files: transformers saves the base, PEFT saves the adapters, the compiler writes artifacts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import transformers
 from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 
 import scute_compile as scute
-from scute_compile.ir.dtypes import DType
+from scute_compile.ir.dtypes import DType, torch_dtype
 from scute_compile.ir.target import LoraSharding, Target
 from scute_compile.runtime_min.base_model import load_model
 
@@ -29,7 +29,7 @@ NINE = ("lora-a", "lora-b", "dora", "rsdora", "ia3", "vera-a", "vera-b", "oft-a"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """Of the base. The default is Llama-3.1-8B's layer with fewer layers and a small vocabulary."""
+    """Shapes of the base and its adapters; by default Llama-3.1-8B's with fewer layers and a small vocabulary."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -44,7 +44,7 @@ class Shapes:
 
 
 def tiny(ranks: int) -> Shapes:
-    """Return shapes for a CPU that as many ranks divide."""
+    """Return shapes for a CPU that divide over `ranks`."""
     return Shapes(
         hidden=32 * ranks,
         inner=80 * ranks,
@@ -59,7 +59,7 @@ def tiny(ranks: int) -> Shapes:
 
 
 def write_base(shapes: Shapes, folder: Path) -> None:
-    """Write the base with weights of the scale that keeps activations level, norms away from one."""
+    """Write the base with weights scaled so that activations keep their size, and norms away from one."""
     config = transformers.LlamaConfig(
         hidden_size=shapes.hidden,
         intermediate_size=shapes.inner,
@@ -72,7 +72,7 @@ def write_base(shapes: Shapes, folder: Path) -> None:
     )
     with _quiet(), torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    model = model.to(getattr(torch, shapes.dtype)).to_empty(device="cpu")
+    model = model.to(torch_dtype(shapes.dtype)).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -111,7 +111,7 @@ def _configs(shapes: Shapes) -> Mapping[str, Callable[[], object]]:
 
 
 def write_adapters(shapes: Shapes, base: Path, folder: Path) -> None:
-    """Write every adapter as PEFT saves it, with learned values away from the identity."""
+    """Write every adapter as PEFT saves it, with values drawn away from the identity."""
     for number, (name, config) in enumerate(_configs(shapes).items()):
         with _quiet():
             model = get_peft_model(load_model(base), config())
@@ -141,7 +141,7 @@ def compile_all(base: Path, adapters: Path, store: Path, *, tp: int, sharding: L
     """Compile every adapter into a store.
 
     Raises:
-        RuntimeError: when one is refused.
+        ScuteError: when an adapter is refused.
     """
     sources = sorted(str(path) for path in adapters.iterdir())
     target = Target(tp=tp, dtype=DType(dtype), lora_sharding=sharding)
@@ -167,7 +167,7 @@ def peft_logprobs(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the libraries' advice and bars out of the output."""
+    """Suppress the libraries' warnings and progress bars."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     with warnings.catch_warnings():

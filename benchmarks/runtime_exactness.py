@@ -3,9 +3,9 @@
     python benchmarks/vllm_exactness.py prepare --work WORK_FOLDER          # needs PEFT
     python benchmarks/runtime_exactness.py --work WORK_FOLDER --dtype float16
 
-Nine adapters of all five methods and the base, several prompts each, all in one batch of a small random Llama; on a
-GPU its kernels run. Once every prompt is read whole (the prefill form), and once its last token is a decode step of one
-token per row (the decode form). Errors are means over the vocabulary; the effect is the adapter's, against the base.
+Nine adapters of all five methods and the base, several prompts each, form one batch of a small random Llama; on a GPU
+the kernels run. Each prompt is run whole (the prefill form), and with its last token as a decode step of one token per
+row (the decode form). Errors are means over the vocabulary; the effect is the adapter's, against the base.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import transformers
 from safetensors.torch import load_file
 from vllm_exactness import prompts
 
-from scute_compile.runtime_min.model.served_model import ServedModel
+from scute_compile.ir.dtypes import torch_dtype
+from scute_compile.runtime_min import ServedModel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -41,28 +42,30 @@ def measure(work: Path, dtype: str) -> list[dict[str, object]]:
     """Return a row per adapter."""
     stored = load_file(work / "expected.safetensors")
     names: list[str] = json.loads((work / "names.json").read_text())
-    model = transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=getattr(torch, dtype))
-    served = ServedModel(model.to(DEVICE).eval(), max_adapters=len(names), num_pages=20000, max_num_batched_tokens=2048)
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=torch_dtype(dtype))
+    served = ServedModel(
+        model.to(DEVICE).eval(), max_adapters=len(names), pool_bytes="40000KiB", max_num_batched_tokens=2048
+    )
     for name in names:
         if name != "base":
-            served.load_adapter(name, work / dtype / name)
-    asked = torch.tensor(prompts(), device=DEVICE)
-    rows = [None if name == "base" else name for name in names for _ in range(len(asked))]
-    said = answers(served, rows, asked.repeat(len(names), 1))
+            served.load_adapter(work / dtype / name, adapter_name=name)
+    ids = torch.tensor(prompts(), device=DEVICE)
+    rows = [None if name == "base" else name for name in names for _ in range(len(ids))]
+    logprobs = answers(served, rows, ids.repeat(len(names), 1))
     table = []
     for number, name in enumerate(names):
         exact, base = stored[f"{name}/float32"], stored["base/float32"]
         effect = (exact - base).abs().mean().item() if name != "base" else 1.0
-        mine = slice(number * len(asked), (number + 1) * len(asked))
-        own = (stored[f"{name}/{dtype}"] - exact).abs().mean().item()
-        errors = {form: (one[mine] - exact).abs().mean().item() for form, one in said.items()}
+        held = slice(number * len(ids), (number + 1) * len(ids))
+        peft_error = (stored[f"{name}/{dtype}"] - exact).abs().mean().item()
+        errors = {form: (found[held] - exact).abs().mean().item() for form, found in logprobs.items()}
         table.append(
             {
                 "adapter": name,
                 "effect": effect,
-                "peft": own / effect,
+                "peft": peft_error / effect,
                 **{form: error / effect for form, error in errors.items()},
-                "ratio": max(errors.values()) / own if own else None,
+                "ratio": max(errors.values()) / peft_error if peft_error else None,
             }
         )
     return table

@@ -4,9 +4,8 @@
     python benchmarks/two_ranks.py --ranks 2 --layers 4 --work kept --json two_ranks.json
 
 One batch holds nine adapters (LoRA twice, DoRA, rank-stabilised DoRA on attention, IA3, VeRA twice on one shared pair,
-OFT twice) and a row of the base. Each row is compared with PEFT in float32 and with a run on one rank. "pool" is what
-the pools give, with kernels on a GPU; the other columns are reference operations. Steps have one token per tenant, in a
-CUDA graph when the model lets itself be captured; what reference operations take says nothing about what kernels do.
+OFT twice) and a row of the base. Each row is compared with PEFT in float32 and with a run on one rank. Decode steps
+have one token per tenant; on GPUs they are replayed from a CUDA graph when the model lets itself be captured.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ from step_timing import timed
 from torch.multiprocessing.spawn import start_processes
 
 from scute_compile.formats.artifact import open_artifact
+from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.ir.linear import Split
 from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.base_model import load_model
-from scute_compile.runtime_min.model.ranks import serve_rank
 from scute_compile.runtime_min.model.served_model import ServedModel
-from scute_compile.runtime_min.ranks.distributed_layers import RankModel
-from scute_compile.runtime_min.ranks.group import Purpose, RankGroup, Traffic
+from scute_compile.runtime_min.ranks.group import Purpose, RankGroup
 from scute_compile.runtime_min.ranks.load_time_norms import shard_scale
 from scute_compile.runtime_min.reference import take
 
@@ -45,7 +43,7 @@ CUDA = torch.cuda.is_available()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What every process needs to know."""
+    """The benchmark's settings, the same on every process."""
 
     work: Path
     shapes: Shapes
@@ -64,8 +62,8 @@ class Run:
         return self.work / f"store-{layout}-{size}"
 
     def model(self, rank: int, attention: str | None = None) -> torch.nn.Module:
-        """The whole base on a rank's device; PEFT's comparison keeps eager attention, which no graph can hold."""
-        model = load_model(self.base, getattr(torch, self.shapes.dtype)).to(device_of(rank))
+        """The base on a rank's device; comparisons with PEFT keep eager attention, which graphs can't capture."""
+        model = load_model(self.base, torch_dtype(self.shapes.dtype)).to(device_of(rank))
         if attention is not None:
             model.set_attn_implementation(attention)
         return model
@@ -82,7 +80,7 @@ def device_of(rank: int) -> torch.device:
 
 
 def worker(rank: int, run: Run, size: int) -> None:
-    """Do everything that ranks do together; the first one writes it down."""
+    """Run all measurements on one rank; rank 0 writes the results."""
     if CUDA:
         torch.cuda.set_device(rank)
     else:
@@ -96,7 +94,6 @@ def worker(rank: int, run: Run, size: int) -> None:
     layouts = ("default", "full") if size > 1 else ("default",)
     for layout in layouts:
         tensors[layout], facts[f"{layout} traffic"] = mixed_batch(run, rank, size, layout)
-        tensors[f"{layout}, pool"], facts[f"{layout}, pool traffic"] = pooled_batch(run, rank, size, layout)
     if size > 1:
         facts["dora scale error"] = scale_error(run, size)
     facts["steps"] = steps(run, rank, size)
@@ -108,65 +105,55 @@ def worker(rank: int, run: Run, size: int) -> None:
         dist.destroy_process_group()
 
 
-def mixed_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Tensor, dict[str, object]]:
-    """Return the batch's log-probabilities on the CPU, and what one decode step of plain LoRA sends."""
-    model = RankModel(run.model(rank))
-    for name in NINE:
-        model.load(name, run.store(layout, size) / name)
-    logits = model(input_ids=run.ids().to(device_of(rank)), adapter_names=[*NINE, None]).logits
-    found = torch.log_softmax(logits.float(), -1).cpu()
-    model.load("attention", run.store(layout, size) / "attention")
-    traffic: dict[str, object] = {}
-    step = run.ids()[:1, :1].expand(run.tenants, 1).to(device_of(rank))
-    for name in ("attention", "lora-a"):
-        model.traffic.reset()
-        model(input_ids=step, adapter_names=[name] * run.tenants)
-        traffic[name] = {purpose.value: sent for purpose, sent in model.traffic.sent.items()}
-    return found, traffic
-
-
-def pooled(
-    run: Run, rank: int, size: int, layout: str, *, slots: int, tokens: int, rows: int, attention: str | None = None
-) -> tuple[ServedModel, Traffic]:
-    """Return the model with a pool that has room for every adapter in every slot, and the bytes that the rank sends."""
+def served_model(
+    run: Run,
+    rank: int,
+    size: int,
+    layout: str,
+    *,
+    max_adapters: int,
+    tokens: int,
+    rows: int,
+    attention: str | None = None,
+) -> ServedModel:
+    """Return the model with a pool that has room for `max_adapters` of any of the adapters."""
     files = sum(path.stat().st_size for path in run.store(layout, size).glob("*/rank-0*"))
-    served, ranks = serve_rank(
+    return ServedModel.for_rank(
         run.model(rank, attention),
-        lora_sharding=LoraSharding(layout),
-        slots=slots,
-        num_pages=64 + files * slots // 2048,
+        lora_sharding=layout,
+        max_adapters=max_adapters,
+        pool_bytes=(128 << 10) + files * max_adapters,
         max_num_batched_tokens=tokens,
         max_num_seqs=rows,
-        shared_pages=65536 if CUDA else 1024,
+        shared_bytes="128MiB" if CUDA else "2MiB",
     )
-    return served, ranks.traffic
 
 
-def pooled_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Tensor, dict[str, object]]:
-    """Return what `mixed_batch` does as the pool and its operators give it: kernels on a GPU."""
+def mixed_batch(run: Run, rank: int, size: int, layout: str) -> tuple[torch.Tensor, dict[str, object]]:
+    """Return the batch's log-probabilities on the CPU, and the bytes that decode steps of plain LoRA send."""
     ids = run.ids().to(device_of(rank))
-    served, traffic = pooled(
+    served = served_model(
         run,
         rank,
         size,
         layout,
-        slots=max(len(NINE) + 1, run.tenants),
+        max_adapters=max(len(NINE) + 1, run.tenants),
         tokens=ids.numel(),
         rows=max(len(ids), run.tenants),
     )
     for name in (*NINE, "attention"):
-        served.load_adapter(name, run.store(layout, size) / name)
+        served.load_adapter(run.store(layout, size) / name, adapter_name=name)
     found = torch.log_softmax(served.forward(ids, adapter_names=[*NINE, None]).logits.float(), -1).cpu()
-    sent: dict[str, object] = {}
+    traffic: dict[str, object] = {}
     for name in ("attention", "lora-a"):
-        traffic.reset()
+        served.ranks.traffic.reset()
         served.forward(ids[:1, :1].expand(run.tenants, 1).contiguous(), adapter_names=[name] * run.tenants)
-        sent[name] = {purpose.value: bytes_sent for purpose, bytes_sent in traffic.sent.items()}
-    return found, sent
+        traffic[name] = {purpose.value: sent for purpose, sent in served.ranks.traffic.sent.items()}
+    return found, traffic
 
 
 def scale_error(run: Run, size: int) -> float:
-    """Return the largest error of DoRA's s computed from this rank's shards, beside the compiled one."""
+    """Return the largest error of DoRA's s computed from the ranks' shards, against the compiled one."""
     ranks, model = RankGroup(), load_model(run.base)
     artifact = open_artifact(run.work / "scale-store" / "dora")
     raw = load_file(run.work / "adapters" / "dora" / "adapter_model.safetensors")
@@ -186,41 +173,31 @@ def scale_error(run: Run, size: int) -> float:
 
 
 def steps(run: Run, rank: int, size: int) -> dict[str, object]:
-    """Return the milliseconds of decode steps, by pool and by what executes them."""
+    """Return the milliseconds of decode steps, by their adapters and layout."""
     lora = [f"{('lora-a', 'lora-b')[i % 2]}" for i in range(run.tenants)]
     five = [FIVE[i % len(FIVE)] for i in range(run.tenants)]
     step = run.ids()[:1, :1].expand(run.tenants, 1).contiguous().to(device_of(rank))
     found: dict[str, object] = {}
-    layouts = ("default", "full") if size > 1 else ("default",)
-    for layout in layouts:
-        served, _ = pooled(
-            run, rank, size, layout, slots=run.tenants, tokens=run.tenants, rows=run.tenants, attention="sdpa"
+    for layout in ("default", "full") if size > 1 else ("default",):
+        served = served_model(
+            run, rank, size, layout, max_adapters=run.tenants, tokens=run.tenants, rows=run.tenants, attention="sdpa"
         )
         for pool, names in (("base", []), ("plain LoRA", lora), ("five methods", five)):
             for i, name in enumerate(names):
-                served.load_adapter(f"{name} {i}", run.store(layout, size) / name)
+                served.load_adapter(run.store(layout, size) / name, adapter_name=f"{name} {i}")
             rows = [f"{name} {i}" for i, name in enumerate(names)] or [None] * run.tenants
             with served.step(rows, [1] * run.tenants), torch.no_grad():
-                found[f"{pool}, pool, {layout}"] = timed(
+                found[f"{pool}, {layout}"] = timed(
                     lambda m=served.model: m(input_ids=step, use_cache=False), run.repeats
                 )
             for row in filter(None, rows):
                 served.delete_adapter(row)
         del served
-    for layout in layouts:
-        ranked = RankModel(run.model(rank, attention="sdpa"))
-        for pool, names in (("plain LoRA", lora), ("five methods", five)):
-            for i, name in enumerate(names):
-                ranked.load(f"{pool} {name} {i}", run.store(layout, size) / name)
-            with ranked.using([f"{pool} {name} {i}" for i, name in enumerate(names)]):
-                found[f"{pool}, reference, {layout}"] = timed(
-                    lambda m=ranked.model: m(input_ids=step, use_cache=False), run.repeats
-                )
     return found
 
 
 def prepare(run: Run) -> None:
-    """Write the base and the adapters, and compile them for each number of ranks and layout; what is there stays."""
+    """Write the base and the adapters, and compile them for each number of ranks and layout, unless that was done."""
     if (run.work / "scale-store").exists():
         return
     write_base(run.shapes, run.base)
@@ -257,19 +234,17 @@ def compared(run: Run) -> list[dict[str, object]]:
             None if name == "base" else run.work / "adapters" / name,
             ids[row : row + 1],
             device,
-            dtype=getattr(torch, run.shapes.dtype),
+            dtype=torch_dtype(run.shapes.dtype),
         )[0]
         found = {
             "adapter": name,
             "effect": effect,
             f"PEFT in {run.shapes.dtype}": _error(rounded, theirs, effect),
             "one rank": _error(one["default"][row], theirs, effect),
-            "one rank, pool": _error(one["default, pool"][row], theirs, effect),
         }
         for layout, answers in many.items():
             found[layout] = _error(answers[row], theirs, effect)
-            own = one["default, pool" if layout.endswith("pool") else "default"][row]
-            found[f"{layout} - one rank"] = _error(answers[row], own, effect)
+            found[f"{layout} - one rank"] = _error(answers[row], one["default"][row], effect)
         rows.append(found)
     return rows
 
@@ -285,8 +260,7 @@ def communication(run: Run, facts: dict[str, dict[str, dict[str, float]]]) -> li
         ("attention", 0.5, 5 * shapes.rank / (2 * shapes.hidden)),
         ("lora-a", 1.0, 9 * shapes.rank / (4 * shapes.hidden)),
     ):
-        layouts = ("default", "default, pool", "full", "full, pool")
-        for layout in layouts if run.ranks > 1 else ():  # one rank sends nothing
+        for layout in ("default", "full") if run.ranks > 1 else ():  # one rank sends nothing
             sent = facts[f"{layout} traffic"][name]
             base = share * sent[Purpose.BASE]
             rows.append(
@@ -296,7 +270,7 @@ def communication(run: Run, facts: dict[str, dict[str, dict[str, float]]]) -> li
                     "base bytes": base,
                     "adapter bytes": sent[Purpose.ADAPTERS],
                     "ratio": sent[Purpose.ADAPTERS] / base,
-                    "S-LoRA's": formula if layout.startswith("full") else 0.0,
+                    "S-LoRA's": formula if layout == "full" else 0.0,
                 }
             )
     return rows

@@ -13,18 +13,15 @@ from pathlib import Path
 import torch
 import transformers
 
-from scute_compile.runtime_min.batching.continuous_batch import ContinuousBatch
-from scute_compile.runtime_min.batching.policy import Policy
-from scute_compile.runtime_min.batching.requests import Request
-from scute_compile.runtime_min.model.served_model import ServedModel
+from scute_compile.runtime_min import ContinuousBatch, Policy, Request, ServedModel
 
 
 def main(base: Path, store: Path) -> None:
     """Print each request's tokens as they come; the second joins when the first has made two."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    served = ServedModel(model, max_adapters=2, num_pages=4096, shared_pages=256)
+    served = ServedModel(model, max_adapters=2, pool_bytes="8MiB", shared_bytes="512KiB")
     for name in ("dora", "vera"):
-        served.load_adapter(name, store / name)
+        served.load_adapter(store / name, adapter_name=name)
     with ContinuousBatch(served, cache_tokens=2048, policy=Policy(patience=2.0)) as batch:
         first = batch.submit(Request(prompt=(5, 6, 7), adapter="dora", max_new_tokens=8))
         for event in batch.run():

@@ -196,7 +196,7 @@ def inspect(
 
     >>> import scute_compile as scute
     >>> report = scute.inspect("store/vera")
-    >>> report.method, report.tp, len(report.sites)
+    >>> report.method.value, report.tp, len(report.sites)
     ('vera', 2, 4)
     >>> [(slot.slot, slot.owner.value, slot.route) for slot in report.sites[0].slots if slot.route]
     [('d', 'adapter', 'in the shrink'), ('e', 'adapter', 'in the expand')]

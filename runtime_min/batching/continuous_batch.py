@@ -83,7 +83,7 @@ class ContinuousBatch:
             ScuteError: SC703 (sizes that don't go together, or don't fit the memory; a model that ranks share), SC809
                 (a model that can't be batched this way).
         """
-        check_alone(served.ranks)
+        check_alone(served.ranks.size)
         check_batch_sizes(
             cache_tokens=cache_tokens,
             requests=requests,

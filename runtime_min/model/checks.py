@@ -1,4 +1,4 @@
-"""What a served model refuses before anything runs: models, sizes, and calls of another form."""
+"""The checks that a served model makes before anything runs: of models, sizes, names and calls."""
 
 from __future__ import annotations
 
@@ -13,62 +13,69 @@ from scute_compile.formats.artifact import Artifact
 from scute_compile.formats.manifest import BaseIdentity
 from scute_compile.runtime_min.step.layer import ServedLinear
 
+BASE = "__base__"
+"""PEFT's name for the base model in `adapter_names`; None means the same."""
+
 
 def check_unwrapped(model: torch.nn.Module) -> None:
     """Refuse a model whose layers another served model has replaced (SC703)."""
-    held = sum(isinstance(module, ServedLinear) for module in model.modules())
-    if held:
+    replaced = sum(isinstance(module, ServedLinear) for module in model.modules())
+    if replaced:
         fail(
             Code.SC703,
             where="the model",
-            found=f"{held} layers that another ServedModel serves",
-            expected="a model that is served once",
-            next="load the adapters into the first one, give the model back with its `remove`, or load a second model",
+            found=f"{replaced} layers that another ServedModel has replaced",
+            expected="a model that no ServedModel wraps",
+            next="load the adapters into the first ServedModel, call its `remove`, or load a second model",
         )
 
 
-def check_sizes(least: int, **sizes: int) -> None:
-    """Refuse a size below `least`, and what is no whole number (SC703)."""
-    odd = [f"{name}={size!r:.40}" for name, size in sizes.items() if not _counts(size, least)]
-    if odd:
+def check_counts(least: int, **counts: int) -> None:
+    """Refuse arguments that are not whole numbers of at least `least` (SC703)."""
+    invalid = [f"{name}={count!r:.40}" for name, count in counts.items() if not _is_count(count, least)]
+    if invalid:
         fail(
             Code.SC703,
             where="a served model",
-            found=", ".join(odd),
-            expected=f"whole numbers, at least {least} of each",
+            found=", ".join(invalid),
+            expected=f"whole numbers, each at least {least}",
             next="choose other sizes",
         )
 
 
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 @contextmanager
-def allocating(num_pages: int, shared_pages: int) -> Iterator[None]:
-    """Name the pool's sizes where the memory for them isn't there (SC814)."""
+def allocating(pool_bytes: int, shared_bytes: int) -> Iterator[None]:
+    """Report failed allocations inside the block with the sizes that were asked for (SC814)."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:
-        said = " ".join(str(error).split())[:120]
-        # torch has no class of its own for a CPU's memory, and a TypeError for a size beyond 64 bits
-        if isinstance(error, RuntimeError | TypeError) and not _about_memory(said):
+        message = " ".join(str(error).split())[:120]
+        # for CPU memory torch raises a plain RuntimeError, and for a size beyond 64 bits a TypeError
+        if isinstance(error, RuntimeError | TypeError) and not _is_about_memory(message):
             raise
         fail(
             Code.SC814,
             where="a served model",
-            found=f"{num_pages} pages of 2 KiB and {shared_pages} of shared factors: {said}",
+            found=f"pool_bytes={pool_bytes} and shared_bytes={shared_bytes}: {message}",
             expected="a pool that fits into memory beside the model",
-            next="choose fewer pages, or end other programs",
+            next="choose a smaller pool, or end other programs",
         )
 
 
-def _about_memory(said: str) -> bool:
-    return any(word in said.lower() for word in ("memory", "alloc", "overflow"))
-
-
-def _counts(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_about_memory(message: str) -> bool:
+    return any(word in message.lower() for word in ("memory", "alloc", "overflow"))
 
 
 def weight_of(linears: Mapping[str, torch.nn.Module], dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the first layer's weight, after checking that the pool can serve all of them.
+    """Return the first layer's weight after checking that one pool can serve all layers.
+
+    Args:
+        linears: The model's linear layers by path.
+        dtype: The pool's dtype; None for that of the layers.
 
     Raises:
         ScuteError: SC402 without a linear layer; SC703 for layers on several devices, or of another dtype on a GPU.
@@ -83,12 +90,12 @@ def weight_of(linears: Mapping[str, torch.nn.Module], dtype: torch.dtype | None)
             expected="linear layers, all of them on one device",
             next="load a causal language model on one device",
         )
-    kinds = sorted({str(weight.dtype) for weight in weights})
-    if weights[0].is_cuda and (len(kinds) > 1 or dtype not in (None, weights[0].dtype)):
+    dtypes = sorted({str(weight.dtype) for weight in weights})
+    if weights[0].is_cuda and (len(dtypes) > 1 or dtype not in (None, weights[0].dtype)):
         fail(
             Code.SC703,
             where="dtype",
-            found=f"{dtype}, with layers in {', '.join(kinds)}",
+            found=f"{dtype}, with layers in {', '.join(dtypes)}",
             expected="one dtype for the pool and all layers on a GPU",
             next="load the model in the dtype of the artifacts",
         )
@@ -96,7 +103,7 @@ def weight_of(linears: Mapping[str, torch.nn.Module], dtype: torch.dtype | None)
 
 
 def shape_of(input_ids: torch.Tensor | None, embeddings: torch.Tensor | None) -> tuple[int, int]:
-    """Return rows and tokens per row of one call. Raises SC703 for tensors of another form, and for no token."""
+    """Return rows and tokens per row of a call. Raises SC703 for another number of dimensions, or no token."""
     given = input_ids if input_ids is not None else embeddings
     if given is None:
         fail(
@@ -107,8 +114,8 @@ def shape_of(input_ids: torch.Tensor | None, embeddings: torch.Tensor | None) ->
             next="pass the batch's tokens",
         )
     shape = tuple(given.shape) if isinstance(given, torch.Tensor) else ()
-    wanted = 2 if given is input_ids else 3
-    if len(shape) != wanted or not all(shape[:2]):
+    dimensions = 2 if given is input_ids else 3
+    if len(shape) != dimensions or not all(shape[:2]):
         fail(
             Code.SC703,
             where="input_ids" if given is input_ids else "inputs_embeds",
@@ -120,7 +127,7 @@ def shape_of(input_ids: torch.Tensor | None, embeddings: torch.Tensor | None) ->
 
 
 def check_tokens(input_ids: torch.Tensor | None, model: torch.nn.Module) -> None:
-    """Refuse tokens that the model doesn't have (SC703): on a GPU, one would end the process's use of it."""
+    """Refuse token ids outside the vocabulary (SC703): a GPU asserts on them, and the process loses the device."""
     embeddings: object = getattr(model, "get_input_embeddings", lambda: None)()
     vocabulary = getattr(embeddings, "num_embeddings", None)
     if input_ids is None or vocabulary is None:
@@ -138,53 +145,76 @@ def check_tokens(input_ids: torch.Tensor | None, model: torch.nn.Module) -> None
         )
 
 
-def check_rows(adapters: Sequence[str | None], rows: int) -> None:
-    """Refuse a batch that has not one adapter id per row (SC703)."""
-    if not isinstance(adapters, list | tuple):  # a set has no order, and a dict another meaning
+def names_per_row(adapter_names: Sequence[str | None], rows: int) -> tuple[str | None, ...]:
+    """Return the adapter of each row, with None for the base.
+
+    Args:
+        adapter_names: A list or tuple: a name, None or `BASE` per row.
+        rows: Rows of the batch.
+
+    Raises:
+        ScuteError: SC703 for another type, another length, or an entry that is no name.
+    """
+    if not isinstance(adapter_names, list | tuple):  # a set has no order, and a text would be read as its letters
         fail(
             Code.SC703,
-            where="adapters",
-            found=f"a {type(adapters).__name__}",
-            expected="a list or tuple of ids",
-            next="pass one id per row, in the order of the rows",
+            where="adapter_names",
+            found=f"a {type(adapter_names).__name__}",
+            expected="a list or tuple of names",
+            next="pass one name per row, in the order of the rows",
         )
-    if not adapters or rows != len(adapters):
+    if not adapter_names or rows != len(adapter_names):
         fail(
             Code.SC703,
-            where="adapters",
-            found=f"{len(adapters)} adapter ids for {rows} rows",
-            expected="one id per row of the batch",
+            where="adapter_names",
+            found=f"{len(adapter_names)} adapter names for {rows} rows",
+            expected="one name per row of the batch",
             next="pass None for rows that the base serves alone",
         )
-    odd = [name for name in adapters if not isinstance(name, str | None)]
-    if odd:
+    invalid = [name for name in adapter_names if not isinstance(name, str | None)]
+    if invalid:
         fail(
             Code.SC703,
-            where="adapters",
-            found=f"{odd[0]!r:.80} as an id",
-            expected="names, or None",
+            where="adapter_names",
+            found=f"{invalid[0]!r:.80} as a name",
+            expected=f"names of adapters, None or '{BASE}'",
             next="pass the names under which adapters were loaded",
         )
+    return tuple(None if name == BASE else name for name in adapter_names)
 
 
-def check_step(adapters: Sequence[str | None], tokens: Sequence[int]) -> None:
-    """Refuse a step that has not one adapter id and a number of tokens per sequence (SC703)."""
-    if len(tokens) != len(adapters) or not all(_counts(count, 1) for count in tokens):
+def names_per_token(adapter_names: Sequence[str | None], tokens: Sequence[int]) -> tuple[str | None, ...]:
+    """Return the adapter of each token of a flattened batch, given each sequence's adapter and number of tokens.
+
+    Raises:
+        ScuteError: SC703 for a sequence without tokens, and as `names_per_row`.
+    """
+    if not all(_is_count(count, 1) for count in tokens):
         fail(
             Code.SC703,
-            where="adapters",
-            found=f"{len(adapters)} adapter ids for sequences of {list(tokens)} tokens",
-            expected="one id per sequence, of at least one token",
-            next="pass None for sequences of the base alone",
+            where="tokens",
+            found=f"sequences of {list(tokens)} tokens",
+            expected="whole numbers, at least one token per sequence",
+            next="pass how many tokens of the batch belong to each sequence",
         )
+    names = names_per_row(adapter_names, len(tokens))
+    return tuple(name for name, count in zip(names, tokens, strict=True) for _ in range(count))
 
 
-def check_source(name: str, source: object) -> None:
-    """Refuse what is no artifact and no path of one (SC703)."""
+def check_adapter(name: str, source: object) -> None:
+    """Refuse the base's name for an adapter, and a source that is neither an artifact nor a path (SC703)."""
+    if name == BASE:
+        fail(
+            Code.SC703,
+            where="adapter_name",
+            found=f"'{BASE}'",
+            expected="another name: this one stands for the base in `adapter_names`",
+            next="load the adapter under another name",
+        )
     if not isinstance(source, Artifact | Path | str):
         fail(
             Code.SC703,
-            where=name,
+            where=f"{name!s:.80}",
             found=f"a {type(source).__name__}",
             expected="an artifact, or the path of one",
             next="pass the folder that `scute compile` wrote",
@@ -192,7 +222,7 @@ def check_source(name: str, source: object) -> None:
 
 
 def check_structure(name: str, recorded: BaseIdentity, served: str | None) -> None:
-    """Refuse an artifact for a base of another structure than the one that is served, where that is known (SC608)."""
+    """Refuse an artifact for a base of another structure than the served one, where that is known (SC608)."""
     if served is not None and recorded.structure != served:
         fail(
             Code.SC608,
@@ -203,18 +233,18 @@ def check_structure(name: str, recorded: BaseIdentity, served: str | None) -> No
         )
 
 
-def check_options(adapters: Sequence[str | None], options: Mapping[str, object], *, ranks: int) -> None:
-    """Refuse options of `generate` by their names (SC703).
+def check_options(names: Sequence[str | None], options: Mapping[str, object], *, tp: int) -> None:
+    """Refuse options of `generate` that don't work here (SC703).
 
-    Guidance beside adapters calls the model a second time, for other rows than the step has. Of several ranks, one
-    that stops by its own clock leaves the others waiting for ever.
+    Guidance calls the model a second time per token, with other rows than the step was written for. `max_time` stops
+    each rank by its own clock, and the other ranks would wait in a collective.
     """
 
     def given(name: str) -> object:
         return options.get(name, getattr(options.get("generation_config"), name, None))
 
     scale, limit = given("guidance_scale"), given("max_time")
-    if scale not in (None, 1) and any(adapters):
+    if scale not in (None, 1) and any(names):
         fail(
             Code.SC703,
             where="guidance_scale",
@@ -222,23 +252,23 @@ def check_options(adapters: Sequence[str | None], options: Mapping[str, object],
             expected="none: it calls the model a second time per token, for rows that the step doesn't have",
             next="generate without guidance_scale",
         )
-    if limit is not None and ranks > 1:
+    if limit is not None and tp > 1:
         fail(
             Code.SC703,
             where="max_time",
-            found=f"{limit!r:.40} on {ranks} ranks",
+            found=f"{limit!r:.40} on {tp} ranks",
             expected="none: each rank would stop by its own clock",
             next="limit the answers by max_new_tokens",
         )
 
 
-def check_turn(*, removed: bool, running: bool) -> None:
-    """Refuse a step after the model was given back, and one inside another (SC703)."""
+def check_usable(*, removed: bool, running: bool) -> None:
+    """Refuse calls after `remove`, and a step inside another (SC703)."""
     if removed:
         fail(
             Code.SC703,
             where="a served model",
-            found="a call after `remove`, which gave the model back",
+            found="a call after `remove`, which put the model's own layers back",
             expected="a model whose layers are served",
             next="wrap the model again",
         )
@@ -248,5 +278,5 @@ def check_turn(*, removed: bool, running: bool) -> None:
             where="a served model",
             found="a step inside another, whose adapters it would replace",
             expected="one step at a time",
-            next="wait until the call before has ended; a streamer or a hook must not call the model",
+            next="call the model after the running step has ended, not from a streamer or a hook",
         )

@@ -14,11 +14,10 @@ from scute_compile.formats.artifact import Artifact
 from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.model.served_model import ServedModel
-from scute_compile.runtime_min.pool.directory import PAGE_BYTES
 
 OnToken = Callable[[Sequence[str]], None]
 """Called after each step with the text of every row so far."""
-SPARE_PAGES = 64
+SPARE_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,7 @@ def continue_prompts(
     Raises:
         ScuteError: SC107 without a tokenizer, SC402 when the model can't be loaded, SC703 for prompts that are too
             long or hold tokens that the model doesn't have, SC814 when the device's memory is too small, and what
-            `ServedModel.load` raises.
+            `ServedModel.load_adapter` raises.
     """
     try:
         return _continue(base, artifacts, prompts, max_new_tokens=max_new_tokens, on_token=on_token)
@@ -92,14 +91,14 @@ def _continue(
     served = ServedModel(
         model,
         max_adapters=max(1, len(artifacts)),
-        num_pages=_pages(rank.bytes for artifact in artifacts.values() for rank in artifact.manifest.ranks),
-        shared_pages=_pages(factor.bytes for artifact in artifacts.values() for factor in artifact.manifest.factors),
+        pool_bytes=_room(rank.bytes for artifact in artifacts.values() for rank in artifact.manifest.ranks),
+        shared_bytes=_room(factor.bytes for artifact in artifacts.values() for factor in artifact.manifest.factors),
         max_num_batched_tokens=len(tokens) * max(map(len, tokens)),
         max_num_seqs=len(tokens),
         base_structure=base.structure,
     )
     for name, artifact in artifacts.items():
-        served.load_adapter(name, artifact)
+        served.load_adapter(artifact, adapter_name=name)
     ends, pad = _ends(model, tokenizer), _pad(model, tokenizer)
     model.generation_config = _greedy(ends)
     ids, mask = _padded(tokens, pad)
@@ -205,9 +204,9 @@ def _check_tokens(base: ServedBase, model: Any, tokens: Sequence[Sequence[int]],
         )
 
 
-def _pages(sizes: Iterable[int]) -> int:
-    """Return the pages for tensors of these bytes: twice their sum, since short rows are padded to whole granules."""
-    return SPARE_PAGES + 2 * (sum(sizes) // PAGE_BYTES)
+def _room(sizes: Iterable[int]) -> int:
+    """Return the bytes to reserve for tensors of these sizes: twice their sum, since short rows are padded."""
+    return SPARE_BYTES + 2 * sum(sizes)
 
 
 def _vocabulary(model: Any) -> int:  # noqa: ANN401 - likewise

@@ -1,65 +1,89 @@
-"""A transformers model that serves resident adapter_names: one per row of the batch, added and removed between calls.
+"""A transformers model that serves an adapter per row of a batch; adapters are added and removed between calls.
 
-The model is wrapped in place. On a GPU the layers run the kernels; on a CPU the same code runs the reference.
+The model's linear layers are replaced. On a GPU they run the kernels, on a CPU the reference through the same operator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
-from scute_compile.formats.artifact import Artifact, open_artifact
+from scute_compile.formats.artifact import Artifact
 from scute_compile.ir.target import LoraSharding
-from scute_compile.runtime_min.layers import linear_layers
+from scute_compile.runtime_min.layers import linear_layers, put_layer, weight_and_bias
+from scute_compile.runtime_min.model.adapter_reader import AdapterReader
 from scute_compile.runtime_min.model.checks import (
     allocating,
+    check_counts,
     check_options,
-    check_rows,
-    check_sizes,
-    check_source,
-    check_step,
-    check_structure,
     check_tokens,
-    check_turn,
     check_unwrapped,
+    check_usable,
+    names_per_row,
+    names_per_token,
     shape_of,
     weight_of,
 )
+from scute_compile.runtime_min.model.rank_part import RankPart, cut_for_rank
+from scute_compile.runtime_min.model.sizes import bytes_of
 from scute_compile.runtime_min.pool.admission import check_known, check_new, check_size
-from scute_compile.runtime_min.pool.directory import DirectoryEntry
+from scute_compile.runtime_min.pool.directory import DirectoryEntry, pages_of
 from scute_compile.runtime_min.pool.equal_pages import with_equal_pages
-from scute_compile.runtime_min.pool.fully_sharded import check_met
-from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, PackedFactor
-from scute_compile.runtime_min.pool.reading import named_as_in, read_adapter
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.ranks.exchange import TermExchange
 from scute_compile.runtime_min.ranks.group import RankGroup
 from scute_compile.runtime_min.step.layer import ServedLinear, StepState
 from scute_compile.runtime_min.step.writer import LoadedFacts, StepSizes, StepWriter
 
-Rows = Sequence[str | None]
-"""The adapter of each row of a batch; None for the base alone."""
+AdapterNames = Sequence[str | None]
+"""A list or tuple with the adapter of each row of a batch; None or `"__base__"` for the base alone."""
 
 
 class ServedModel:
     """Serves many adapters on one model.
 
-    Calls come from one thread. A step whose adapters don't fit raises before anything runs; the pool, the other
-    adapters and later steps are as before.
+    Calls come from one thread. A step whose adapters don't fit raises before anything runs, and leaves the pool and the
+    loaded adapters as they were.
+
+    Args:
+        model: A transformers causal LM on one device. Its linear layers are replaced until `remove`; the output head
+            stays, found as the object that `get_output_embeddings` returns. The compiler knows only names in files and
+            goes by a table of those; a loaded model knows its own head.
+        max_adapters: Most adapters on the device at once, and so most in one batch.
+        pool_bytes: Device memory for adapters: bytes, or text such as `"128MiB"`; rounded up to pages of 2 KiB.
+        shared_bytes: Device memory for factors that adapters share, in the same form. The default holds two pairs of
+            rank 256 and 14336 features in bfloat16.
+        dtype: The pool's dtype; None for that of the model's layers, which a GPU requires.
+        max_num_batched_tokens: Most tokens of a step: rows times the longest prompt.
+        max_num_seqs: Most tokens of a decode step.
+        max_lora_rank: The largest rank that the step's buffers hold from the start. They grow when an adapter of a
+            larger rank is loaded, but graphs that were captured before then are lost.
+        base_structure: The structure hash of the base; artifacts that were compiled for another are refused.
+        convert: Whether artifacts of another dtype are rounded to the pool's; they are refused otherwise.
+        fixed: Whether every step launches the same kernels, whatever its adapters, as CUDA graphs and `torch.compile`
+            need.
+        rank_part: What `for_rank` passes for a model that several ranks share.
+
+    Raises:
+        ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices or are
+            already served, when `dtype` is not theirs on a GPU, or for a size of another form or below one; SC814 when
+            the pool doesn't fit into memory.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         *,
-        max_adapters: int,
-        num_pages: int,
+        max_adapters: int = 8,
+        pool_bytes: int | str = "128MiB",
+        shared_bytes: int | str = "32MiB",
         dtype: torch.dtype | None = None,
         max_num_batched_tokens: int = 4096,
         max_num_seqs: int = 64,
@@ -67,104 +91,88 @@ class ServedModel:
         base_structure: str | None = None,
         convert: bool = False,
         fixed: bool = False,
-        shared_pages: int = 16384,
-        tp: int = 1,
-        rank: int = 0,
-        exchanges: Mapping[str, TermExchange] | None = None,
-        peers: RankGroup | None = None,
+        rank_part: RankPart | None = None,
     ) -> None:
-        """Wrap a model and make an empty pool.
-
-        Args:
-            model: A transformers causal LM on one device; its layers are replaced until `remove`.
-            max_adapters: Most adapters on the device at once, and so most in one batch.
-            num_pages: The pool's pages, of 2 KiB.
-            dtype: The pool's dtype; None: that of the model's layers, which kernels need. On a CPU any.
-            max_num_batched_tokens: Most tokens of a step: rows times the longest prompt.
-            max_num_seqs: Most tokens of a decode step.
-            max_lora_rank: Ranks that the step's buffers hold from the start; they grow when a larger adapter is loaded,
-                but a graph that was captured before then is lost.
-            base_structure: The structure hash of the base; artifacts that were compiled for another are refused.
-            convert: Whether artifacts of another dtype are rounded to the pool's.
-            fixed: Whether every step is launched alike, whatever its adapters: for CUDA graphs and `torch.compile`.
-            shared_pages: Pages for shared factors.
-            tp: Number of ranks that the model's layers were cut for; see `scute_compile.runtime_min.model.ranks`.
-            rank: Which of them this is.
-            exchanges: How these ranks complete the intermediates of fully sharded terms, by the path of a layer; None:
-                terms are cut along one side, and ranks exchange none.
-            peers: These ranks, which load an adapter together or not at all; None: this one is alone.
-
-        Raises:
-            ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices or are
-                served already, when `dtype` is not theirs on a GPU, or a size is below one.
-        """
-        self.model, self.base_structure = model, base_structure
-        self._convert, self._tp, self._rank, self._peers = convert, tp, rank, peers
-        self._sharding = LoraSharding.DEFAULT if exchanges is None else LoraSharding.FULL
-        meeting = exchanges or {}
-        heads = getattr(model, "get_output_embeddings", lambda: None)()
-        linears = {name: layer for name, layer in linear_layers(model).items() if layer is not heads}
-        self._factors: WeakValueDictionary[str, PackedFactor] = WeakValueDictionary()
         check_unwrapped(model)
-        check_sizes(
-            1,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            num_pages=num_pages,
+        check_counts(
+            1, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_adapters=max_adapters
+        )
+        check_counts(0, max_lora_rank=max_lora_rank)
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        linears = {path: layer for path, layer in linear_layers(model).items() if layer is not head}
+        self.model = model
+        self._part = part = RankPart() if rank_part is None else rank_part
+        self.pool = _pool(
+            linears,
+            part,
+            dtype=dtype,
             max_adapters=max_adapters,
+            pool_bytes=bytes_of(pool_bytes, name="pool_bytes", least=1),
+            shared_bytes=bytes_of(shared_bytes, name="shared_bytes", least=0),
         )
-        check_sizes(0, max_lora_rank=max_lora_rank, shared_pages=shared_pages)
-        weight = weight_of(linears, dtype)
-        with allocating(num_pages, shared_pages):
-            self.pool = ResidentPool(
-                [site for name, layer in linears.items() for site in _sites(name, layer, meeting.get(name))],
-                num_pages=num_pages,
-                max_adapters=max_adapters,
-                dtype=weight.dtype if dtype is None else dtype,
-                device=weight.device,
-                shared_pages=shared_pages,
-                convert=convert,
-                tp=tp,
-                rank=rank,
-            )
-        memory = self.pool.memory
-        self._step = StepState(
-            pages=memory.pages,
-            page_map=memory.page_map,
-            directory=memory.directory,
-            shared=memory.shared,
-            buffer=memory.page_map,
-        )
+        self._reader = AdapterReader(pool=self.pool, part=part, convert=convert, base_structure=base_structure)
+        state = _state(self.pool)
         sizes = StepSizes(
             max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
             max_num_seqs=max_num_seqs,
             max_lora_rank=max_lora_rank,
             max_adapters=max_adapters,
             fixed=fixed,
-            shares=1 if exchanges is None else tp,
+            shares=part.shares,
         )
-        self._writer = StepWriter(self.pool, self._step, sizes)
-        self._layers = _served(linears, self._step, meeting)
+        self._writer = StepWriter(self.pool, state, sizes)
+        self._layers = _served_layers(linears, state, part.exchanges)
         for layer in self._layers:
-            _put(model, layer.name, layer)
+            put_layer(model, layer.name, layer)
         self._loaded: dict[str, LoadedFacts] = {}
         self._call: Callable[..., Any] = model
         self._removed = self._running = False
 
+    @classmethod
+    def for_rank(
+        cls,
+        model: torch.nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        lora_sharding: LoraSharding | str = LoraSharding.DEFAULT,
+        **options: Any,  # noqa: ANN401 - the constructor's
+    ) -> Self:
+        """Cut a model for this rank, in place and for good, and serve adapters on it.
+
+        All ranks make the same calls in the same order. An adapter is loaded on all ranks or on none (SC815), and takes
+        as many pages on each, so that all ranks evict and refuse the same adapters. Row-parallel layers round each
+        rank's partial sums to the model's dtype and add them up in it, as engines do.
+
+        Args:
+            model: The whole transformers model, the same on every rank, on the rank's device.
+            group: The ranks' process group, gloo on CPUs and NCCL on GPUs; None for the default group, or for one rank
+                when `torch.distributed` isn't initialised.
+            lora_sharding: The layout of low-rank terms that the artifacts were compiled with, `"default"` or `"full"`.
+            options: As for `ServedModel`, without `rank_part`.
+
+        Raises:
+            ScuteError: SC501 when a layer doesn't divide over the ranks, or has fewer outputs than there are ranks;
+                SC703 for an unknown layout; what `ServedModel` raises.
+        """
+        part = cut_for_rank(model, RankGroup(group), lora_sharding)
+        served = cls(model, rank_part=part, **options)
+        part.connect(served.layers)
+        return served
+
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that batches may use."""
+        """Names of the loaded adapters."""
         return self.pool.names
 
     @property
     def loaded(self) -> Mapping[str, LoadedFacts]:
-        """What is known of each of them; an adapter that was replaced has another object than before."""
+        """Facts about each loaded adapter; one that was replaced has another object than before."""
         return self._loaded
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks that share the model."""
-        return self._tp
+    def ranks(self) -> RankGroup:
+        """The ranks that share the model; a group of one where only this process serves it."""
+        return self._part.ranks
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -173,77 +181,93 @@ class ServedModel:
 
     @property
     def layers(self) -> Mapping[str, ServedLinear]:
-        """The layers that stand in the model, by path."""
+        """The layers that replace the model's, by path."""
         return {layer.name: layer for layer in self._layers}
 
-    def load_adapter(self, name: str, source: Artifact | Path | str) -> None:
-        """Add an adapter from an artifact; it comes onto the device with the first batch that uses it.
+    def load_adapter(self, source: Artifact | Path | str, *, adapter_name: str) -> None:
+        """Add an adapter in host memory; it moves to the device with the first batch that uses it.
+
+        Args:
+            source: An opened artifact, or the folder of one.
+            adapter_name: The name that batches use.
 
         Raises:
-            ScuteError: SC801 (another tp or dtype), SC608 or SC402 (another base), SC803 (terms that aren't served),
-                SC805 (larger than the pool), SC806 (the name is taken), SC815 (another rank refused it), and an
-                artifact's own faults (SC6xx). The adapters that are loaded serve on.
+            ScuteError: SC801 (another tp or dtype), SC812 (the other layout of terms), SC608 or SC402 (another base),
+                SC803 (terms that aren't served), SC805 (larger than the pool), SC806 (the name is taken), SC703 (no
+                name, or no artifact), SC815 (another rank refused it), and an artifact's faults (SC6xx). The adapters
+                that are loaded stay.
         """
-        packed = self._read_together(name, source, lambda: check_new(name, self.pool.packed_adapters))
-        self.pool.add(name, packed)
-        self._loaded[name] = LoadedFacts.of(packed)
+        packed = self._read(source, adapter_name, lambda: check_new(adapter_name, self.pool.packed_adapters))
+        self.pool.add(adapter_name, packed)
+        self._loaded[adapter_name] = LoadedFacts.of(packed)
 
-    def replace_adapter(self, name: str, source: Artifact | Path | str) -> None:
-        """Put another artifact in an adapter's place. Raises SC802, and as `load`; the old one then serves on."""
-        packed = self._read_together(name, source, lambda: check_known([name], self._loaded))
-        self.pool.replace(name, packed)
-        self._loaded[name] = LoadedFacts.of(packed)
+    def replace_adapter(self, source: Artifact | Path | str, *, adapter_name: str) -> None:
+        """Replace a loaded adapter by another artifact.
 
-    def delete_adapter(self, name: str) -> None:
-        """Remove an adapter, on the device and in host memory. Raises SC802 when it isn't loaded."""
-        self.pool.remove(name)
-        del self._loaded[name]
+        Args:
+            source: An opened artifact, or the folder of one.
+            adapter_name: The name of the loaded adapter.
 
-    def forward(self, input_ids: torch.Tensor | None = None, *, adapter_names: Rows, **options: Any) -> Any:  # noqa: ANN401 - transformers' own
-        """Run the model once with one adapter id, or None, per row of the batch.
+        Raises:
+            ScuteError: SC802 (no such adapter), SC804 (no room beside the running step), and as `load_adapter`. The old
+                adapter then stays.
+        """
+        packed = self._read(source, adapter_name, lambda: check_known([adapter_name], self._loaded))
+        self.pool.replace(adapter_name, packed)
+        self._loaded[adapter_name] = LoadedFacts.of(packed)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Remove an adapter from the device and from host memory. Raises SC802 when it isn't loaded."""
+        self.pool.remove(adapter_name)
+        del self._loaded[adapter_name]
+
+    def forward(self, input_ids: torch.Tensor | None = None, *, adapter_names: AdapterNames, **options: Any) -> Any:  # noqa: ANN401 - transformers' own
+        """Run the model once.
 
         Args:
             input_ids: `(batch, tokens)`; or pass `inputs_embeds`.
-            adapter_names: One per row.
-            options: What the model's own forward takes.
+            adapter_names: The adapter of each row, None or `"__base__"` for the base.
+            options: Arguments of the model's own forward.
 
         Raises:
-            ScuteError: SC802 (an id that isn't loaded), SC804 (more than fits), SC703 (not one id per row, no token,
-                one that the model doesn't have, a step inside another, or after `remove`).
+            ScuteError: SC802 (a name that isn't loaded), SC804 (more adapters or tokens than fit), SC703 (another
+                number of names than rows, no token, a token outside the vocabulary, a step inside another, or a call
+                after `remove`).
         """
         shape = shape_of(input_ids, options.get("inputs_embeds"))
-        check_rows(adapter_names, shape[0])
+        names = names_per_row(adapter_names, shape[0])
         check_tokens(input_ids, self.model)
-        with torch.no_grad(), self._leased(adapter_names):
-            self._prepare(adapter_names, shape)
+        with torch.no_grad(), self._leased(names):
+            self._write(names, shape)
             return self._call(input_ids=input_ids, **options)
 
     __call__ = forward
 
-    def generate(self, input_ids: torch.Tensor, *, adapter_names: Rows, **options: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' own
-        """Run transformers' own `generate` on one batch, each row with its adapter.
+    def generate(self, input_ids: torch.Tensor, *, adapter_names: AdapterNames, **options: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' own
+        """Run transformers' `generate` on one batch.
 
         Args:
             input_ids: `(batch, tokens)`; pad on the left, and pass `attention_mask`.
-            adapter_names: One per row; beams and samples of a row follow it.
-            options: What `generate` takes; on several ranks no `max_time`, and for samples one seed on all of them.
+            adapter_names: The adapter of each row; beams and samples of a row use the row's.
+            options: Arguments of `generate`. On several ranks `max_time` is refused, and sampling needs the same seed
+                on all of them.
 
         Raises:
-            ScuteError: As `forward`.
+            ScuteError: As `forward`, and SC703 for options that don't work here.
         """
         model: Any = self.model
-        inside = model.prepare_inputs_for_generation
+        inner = model.prepare_inputs_for_generation
 
-        @wraps(inside)
+        @wraps(inner)
         def prepare(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - transformers' own method, unannotated
-            inputs = inside(*args, **kwargs)
-            self._prepare(adapter_names, shape_of(inputs.get("input_ids"), inputs.get("inputs_embeds")))
+            inputs = inner(*args, **kwargs)
+            self._write(names, shape_of(inputs.get("input_ids"), inputs.get("inputs_embeds")))
             return inputs
 
-        check_rows(adapter_names, shape_of(input_ids, None)[0])
+        names = names_per_row(adapter_names, shape_of(input_ids, None)[0])
         check_tokens(input_ids, self.model)
-        check_options(adapter_names, options, ranks=self._tp)
-        with torch.no_grad(), self._leased(adapter_names):
+        check_options(names, options, tp=self.ranks.size)
+        with torch.no_grad(), self._leased(names):
             model.prepare_inputs_for_generation = prepare
             try:
                 out: torch.Tensor = model.generate(input_ids, **options)
@@ -252,34 +276,34 @@ class ServedModel:
         return out
 
     @contextmanager
-    def step(self, adapter_names: Rows, tokens: Sequence[int]) -> Iterator[None]:
-        """Set the adapters for calls of the model inside the block, for callers with a loop of their own.
+    def step(self, adapter_names: AdapterNames, tokens: Sequence[int]) -> Iterator[None]:
+        """Set the adapters for calls of the model inside the block, for callers that drive the model themselves.
 
         Args:
-            adapter_names: One per sequence.
+            adapter_names: The adapter of each sequence.
             tokens: How many tokens of the flattened batch belong to each sequence, in order.
 
         Raises:
             ScuteError: As `forward`.
         """
-        check_step(adapter_names, tokens)
-        with self._leased(adapter_names):
-            spread = [name for name, count in zip(adapter_names, tokens, strict=True) for _ in range(count)]
-            self._writer.write(spread)
+        names = names_per_token(adapter_names, tokens)
+        with self._leased(names):
+            self._writer.write(names)
             yield
 
     def compile(self, **options: Any) -> None:  # noqa: ANN401 - torch.compile's own
-        """Let `forward` run the model through `torch.compile`; wants `fixed`, or every new mix compiles again."""
+        """Run the model through `torch.compile` in `forward`; without `fixed`, every new mix of adapters recompiles."""
         self._call = torch.compile(self.model, **options)
 
     def remove(self) -> None:
-        """Give the model back as it was; further steps are refused."""
+        """Put the model's own layers back, on several ranks this rank's parts; further steps are refused (SC703)."""
         if self._removed:
             return
-        check_turn(removed=False, running=self._running)
+        check_usable(removed=False, running=self._running)
         self._removed = True
         for layer in self._layers:
-            _put(self.model, layer.name, layer.plain[0])
+            put_layer(self.model, layer.name, layer.plain[0])
+        self._part.connect({layer.name: layer.plain[0] for layer in self._layers})
         self._call = self.model
 
     def __enter__(self) -> Self:
@@ -289,22 +313,22 @@ class ServedModel:
         self.remove()
 
     @contextmanager
-    def _leased(self, adapter_names: Rows) -> Iterator[None]:
-        """Hold the batch's adapters on the device, and let the layers that they touch call the op."""
-        check_turn(removed=self._removed, running=self._running)
+    def _leased(self, adapter_names: AdapterNames) -> Iterator[None]:
+        """Hold the batch's adapters on the device, and activate the layers that they touch."""
+        check_usable(removed=self._removed, running=self._running)
         names = tuple(dict.fromkeys(name for name in adapter_names if name is not None))
         fixed = self._writer.sizes.fixed
-        with self._turn(), ExitStack() as stack:
+        with self._exclusive(), ExitStack() as stack:
             if not names and not fixed:
                 self._writer.begin(None)
             else:
                 self._writer.begin(stack.enter_context(self.pool.in_use(names)))
-                stack.callback(self._activate, ())  # whoever calls the model itself gets the base
+                stack.callback(self._activate, ())  # direct calls of the model run the base
                 self._activate(tuple(self._loaded) if fixed else names)
             yield
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         self._running = True
         try:
             yield
@@ -318,79 +342,83 @@ class ServedModel:
             layer.active = not sites.isdisjoint(layer.sites)
             layer.exchanges = not terms.isdisjoint(layer.sites)
 
-    def _prepare(self, adapter_names: Rows, shape: tuple[int, int]) -> None:
-        """Write the step of one call; the rows of a call may be several per adapter id, side by side, as beams are."""
+    def _write(self, adapter_names: AdapterNames, shape: tuple[int, int]) -> None:
+        """Write the step of one call, whose rows may be several per name, next to each other, as beams are."""
         rows, length = shape
-        each = rows // len(adapter_names) * length
-        self._writer.write([name for name in adapter_names for _ in range(each)])
+        tokens = rows // len(adapter_names) * length
+        self._writer.write([name for name in adapter_names for _ in range(tokens)])
 
-    def _read_together(self, name: str, source: Artifact | Path | str, check: Callable[[], None]) -> PackedAdapter:
-        """Read an adapter on all ranks or on none, with as much room on each, and make the step's buffers fit it."""
-        device = self.pool.memory.pages.device
-        together = partial(self._peers.together, name, device) if self._peers else nullcontext
-        with together():
-            check_turn(removed=self._removed, running=False)
+    def _read(self, source: Artifact | Path | str, name: str, check: Callable[[], None]) -> PackedAdapter:
+        """Read an adapter on all ranks or on none, with as many pages on each, and fit the step's buffers to it."""
+        memory = self.pool.memory
+        all_or_none = partial(self.ranks.all_or_none, name, memory.pages.device)
+        with all_or_none():
+            check_usable(removed=self._removed, running=False)
             check()
-            packed = self._read(name, source)
-        if self._peers:
-            self._peers.check_same(name, packed.digest, device)
-        with together():  # once all have read it: ranks exchange sizes, and one may have no memory for them
-            packed = with_equal_pages(packed, self._peers, device, self._factors) if self._peers else packed
-            check_size(packed, pages=len(self.pool.memory.pages), shared=len(self.pool.memory.shared))
+            packed = self._reader.read(source, name)
+        self.ranks.check_same(name, packed.digest, memory.pages.device)
+        with all_or_none():  # apart from reading, since ranks exchange sizes here
+            if self.ranks.size > 1:
+                packed = with_equal_pages(packed, self.ranks, memory.pages.device, self._reader.factors)
+            check_size(packed, pages=len(memory.pages), shared=len(memory.shared))
             self._writer.fit((self._loaded | {name: LoadedFacts.of(packed)}).values())
         return packed
 
-    def _read(self, name: str, source: Artifact | Path | str) -> PackedAdapter:
-        check_source(name, source)
-        artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
-        manifest = artifact.manifest
-        check_structure(name, manifest.base, self.base_structure)
-        sites = named_as_in(artifact, self.pool.sites)
-        if self._sharding is manifest.lora_sharding is LoraSharding.FULL and manifest.tp == self._tp:
-            met = {sites[layer.site].name: layer.exchange for layer in self._layers}
-            check_met(name, manifest, self._rank, met)
-        return read_adapter(
-            artifact,
-            sites,
-            self.pool.dtype,
-            name=name,
-            factors=self._factors,
-            tp=self._tp,
-            rank=self._rank,
-            sharding=self._sharding,
-            convert=self._convert,
-            pin=self.pool.memory.pin,
+
+def _pool(
+    linears: Mapping[str, torch.nn.Module],
+    part: RankPart,
+    *,
+    dtype: torch.dtype | None,
+    max_adapters: int,
+    pool_bytes: int,
+    shared_bytes: int,
+) -> ResidentPool:
+    weight = weight_of(linears, dtype)
+    with allocating(pool_bytes, shared_bytes):
+        return ResidentPool(
+            [entry for path, layer in linears.items() for entry in _entries(path, layer, part.exchanges.get(path))],
+            num_pages=pages_of(pool_bytes),
+            max_adapters=max_adapters,
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device,
+            shared_pages=pages_of(shared_bytes),
+            tp=part.ranks.size,
+            rank=part.ranks.rank,
         )
 
 
-def _served(
-    linears: Mapping[str, torch.nn.Module], step: StepState, exchanges: Mapping[str, TermExchange]
-) -> list[ServedLinear]:
-    """Return what stands in the layers' places, each at the indices that follow those of the one before."""
-    layers: list[ServedLinear] = []
-    for name, layer in linears.items():
-        first = layers[-1].sites.stop if layers else 0
-        layers.append(ServedLinear(layer, first, name, step, exchanges.get(name)))
-    return layers
-
-
-def _put(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)
-
-
-def _sites(name: str, layer: torch.nn.Module, exchange: TermExchange | None) -> list[DirectoryEntry]:
-    weight = layer.weight
-    assert isinstance(weight, torch.Tensor)  # noqa: S101 - narrows the type of a module's attribute
-    first, second = weight.shape
-    inputs, outputs = (second, first) if isinstance(layer, torch.nn.Linear) else (first, second)
+def _entries(path: str, layer: torch.nn.Module, exchange: TermExchange | None) -> list[DirectoryEntry]:
+    outputs, inputs = weight_and_bias(layer)[0].shape
     return [
         DirectoryEntry(
-            name=name,
+            name=path,
             in_features=inputs,
             out_features=outputs if part is None else part[1] - part[0],
-            gemm=name,
+            gemm=path,
             part=part,
         )
         for part in (exchange.parts(outputs) if exchange else (None,))
     ]
+
+
+def _state(pool: ResidentPool) -> StepState:
+    memory = pool.memory
+    return StepState(
+        pages=memory.pages,
+        page_map=memory.page_map,
+        directory=memory.directory,
+        shared=memory.shared,
+        buffer=memory.page_map,  # any int32 tensor, until the first step is written
+    )
+
+
+def _served_layers(
+    linears: Mapping[str, torch.nn.Module], state: StepState, exchanges: Mapping[str, TermExchange]
+) -> list[ServedLinear]:
+    """Return the replacements of the layers, with directory indices in the order of the pool's entries."""
+    layers: list[ServedLinear] = []
+    for path, layer in linears.items():
+        first = layers[-1].sites.stop if layers else 0
+        layers.append(ServedLinear(layer, first, path, state, exchanges.get(path)))
+    return layers

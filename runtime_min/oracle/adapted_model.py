@@ -10,10 +10,9 @@ from typing import Self
 
 import torch
 
-from scute_compile.base.rerooting import Unrooted, reroot
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.artifact import Artifact, open_artifact
-from scute_compile.runtime_min.layers import linear_layers
+from scute_compile.runtime_min.layers import linear_layers, match_sites, weight_and_bias
 from scute_compile.runtime_min.oracle.simulated_ranks import run_site
 from scute_compile.runtime_min.oracle.site_tensors import LoadedSite, load_sites
 
@@ -43,7 +42,7 @@ class AdaptedModel:
         linears = linear_layers(model)
         for adapter, source in adapters.items():
             artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
-            found = _find_layers(artifact, linears)
+            found = match_sites(artifact, linears).mapping
             for name, site in load_sites(artifact, factors, device).items():
                 _check_shape(site, linears[found[name]], artifact.manifest.name)
                 self._sites.setdefault(found[name], {})[adapter] = site
@@ -117,7 +116,7 @@ class _Hook:
             return y
         x = args[0] if args else next(iter(kwargs.values()))
         rows = _rows_of(adapters, x.shape[0])
-        weight, bias = _weight_and_bias(layer)
+        weight, bias = weight_and_bias(layer)
         out = y.clone()
         for adapter, site in self.sites.items():
             chosen = torch.tensor([row for row, owner in enumerate(rows) if owner == adapter], device=x.device)
@@ -139,31 +138,8 @@ def _rows_of(adapters: tuple[str | None, ...], rows: int) -> tuple[str | None, .
     return tuple(adapter for adapter in adapters for _ in range(rows // len(adapters)))
 
 
-def _weight_and_bias(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the weight as `(out, in)`, and the bias; transformers' Conv1D stores the weight the other way round."""
-    weight, bias = layer.weight, layer.bias
-    assert isinstance(weight, torch.Tensor)  # noqa: S101 - narrows the type of a module's attribute
-    assert bias is None or isinstance(bias, torch.Tensor)  # noqa: S101 - likewise
-    return (weight if isinstance(layer, torch.nn.Linear) else weight.T), bias
-
-
-def _find_layers(artifact: Artifact, linears: Mapping[str, torch.nn.Module]) -> Mapping[str, str]:
-    """Return the model's layer of every site: of the same name, or after one unique change of the prefix."""
-    found = reroot(artifact.sites, linears)
-    if isinstance(found, Unrooted):
-        known = ", ".join(f"`{name}`" for name in list(linears)[:3])
-        fail(
-            Code.SC402,
-            where=artifact.manifest.name,
-            found=f"sites such as `{next(iter(artifact.sites))}`; {found.reason}",
-            expected=f"the linear layers of this model, such as {known}",
-            next="load the model that the artifact was compiled for",
-        )
-    return found.mapping
-
-
 def _check_shape(site: LoadedSite, layer: torch.nn.Module, adapter: str) -> None:
-    weight, _ = _weight_and_bias(layer)
+    weight, _ = weight_and_bias(layer)
     expected = (site.record.out_features, site.record.in_features)
     if tuple(weight.shape) != expected:
         fail(

@@ -69,13 +69,6 @@ def load_sites(artifact: Artifact, factors: Factors, device: torch.device) -> Ma
     return loaded
 
 
-def load_rank_sites(artifact: Artifact, rank: int, factors: Factors, device: torch.device) -> Mapping[str, RankSite]:
-    """Load what one rank holds of every site, from its own file; arguments as for `load_sites`."""
-    _load_factors(artifact, factors, device)
-    tensors = {name: tensor.to(device) for name, tensor in load_rank(artifact, rank).items()}
-    return {record.name: _rank_site(record, rank, tensors, factors) for record in artifact.manifest.sites}
-
-
 def _load_factors(artifact: Artifact, factors: Factors, device: torch.device) -> None:
     for factor in artifact.manifest.factors:
         if factor.hash not in factors:
@@ -107,9 +100,7 @@ def _rank_site(
 def _sharded(rank: int, tensors: TermTensors, term: TermRecord) -> FullyShardedTerm:
     return FullyShardedTerm(
         tensors=tensors,
-        rank=term.rank,
         rows=None if term.rows is None else term.rows[rank],
-        shares=term.rows or (),
         columns=None if term.columns is None else term.columns[rank],
     )
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from scute_compile.base.rerooting import Unrooted, reroot
 from scute_compile.diagnostics import Code, Diagnostic, ScuteError
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.peft_folder import AdapterFolder, open_adapter
 from scute_compile.runtime_min.base_model import load_model
-from scute_compile.runtime_min.layers import linear_layers
+from scute_compile.runtime_min.layers import linear_layers, match_sites
 from scute_compile.runtime_min.oracle.adapted_model import AdaptedModel
 from scute_compile.runtime_min.oracle.peft_model import locate, why_not_comparable, wrap
 
@@ -101,9 +100,9 @@ def verify(
 def _names_in_model(artifact: Artifact, model: torch.nn.Module) -> Mapping[str, str]:
     """Return module path in the base's files -> path in the loaded model: transformers may load under another root."""
     linears = linear_layers(model)
-    found = reroot(artifact.sites, linears)
-    if isinstance(found, Unrooted) or found.identity:
-        return {name: name for name in linears}  # what doesn't fit at all is refused when the model is adapted
+    found = match_sites(artifact, linears)
+    if found.identity:
+        return {name: name for name in linears}
     inside = [name for name in linears if not found.added or name.startswith(f"{found.added}.")]
     rests = {name: name[len(found.added) + 1 :] if found.added else name for name in inside}
     return {f"{found.dropped}.{rest}" if found.dropped else rest: name for name, rest in rests.items()}

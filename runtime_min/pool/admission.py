@@ -119,17 +119,14 @@ def check_layout(packed: PackedAdapter, *, sites: int, dtype: torch.dtype) -> No
 def check_size(packed: PackedAdapter, *, pages: int, shared: int) -> None:
     """Refuse an adapter that needs more than all `pages`, or its factors more than all `shared` pages (SC805)."""
     factors = sum(factor.pages for factor in packed.factors)
-    for needed, there, what, option in (
-        (packed.pages, pages, "", "num_pages"),
-        (factors, shared, " for shared factors", "shared_pages"),
-    ):
+    for needed, there, what in ((packed.pages, pages, ""), (factors, shared, " for shared factors")):
         if needed > there:
             fail(
                 Code.SC805,
                 where=packed.name,
                 found=f"{needed * PAGE_BYTES} bytes needed{what}",
                 expected=f"at most {there * PAGE_BYTES} bytes, all that the pool has{what}",
-                next=f"make the pool with {option} of at least {needed}",
+                next=f"make the pool with at least {needed * PAGE_BYTES} bytes{what}, {needed} pages",
             )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from scute_compile.runtime_min.pool.directory import PAGE_BYTES
 from scute_compile.runtime_min.pool.packed_adapter import FactorWindow, PackedAdapter, PackedFactor
-from scute_compile.runtime_min.ranks.group import Purpose, RankGroup
+from scute_compile.runtime_min.ranks.group import RankGroup
 
 MOST_FACTORS = 62
 """How many shared factors of an adapter are with_equal_pages; it has one or two for each shape of its layers."""
@@ -37,7 +37,7 @@ def with_equal_pages(
     held = packed.factors[:MOST_FACTORS]
     sizes = torch.zeros(MOST_FACTORS + 2, dtype=torch.int32)
     sizes[: len(held) + 2] = torch.tensor([packed.pages, len(packed.factors), *(factor.pages for factor in held)])
-    every = ranks.gather(sizes.to(device), Purpose.LOADING).cpu()
+    every = ranks.all_gather(sizes.to(device)).cpu()
     own, count, *shared = every.amax(0).tolist()
     packed = replace(packed, buffer=_padded(packed.buffer, own))
     if every[:, 1].min() < count:

@@ -66,7 +66,7 @@ def check_met(name: str, manifest: Manifest, rank: int, exchanges: Mapping[str, 
                 found="a term that is " + _division(term.rows is not None, part),
                 expected=_division(not whole, exchange.part if exchange else None)
                 + ", as the ranks of this runtime do",
-                next="let the ranks exchange at every layer that they share, as `serve_rank` does",
+                next="let the ranks exchange at every layer that they share, as `ServedModel.for_rank` does",
             )
 
 

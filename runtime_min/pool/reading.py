@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from scute_compile.base.rerooting import Unrooted, reroot
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
@@ -17,6 +16,7 @@ from scute_compile.formats.manifest import Manifest, SharedWindow, SiteRecord, T
 from scute_compile.ir.expressions import Ranges, width
 from scute_compile.ir.linear import Split
 from scute_compile.ir.target import LoraSharding
+from scute_compile.runtime_min.layers import match_sites
 from scute_compile.runtime_min.pool.directory import DirectoryEntry, values_per_granule
 from scute_compile.runtime_min.pool.fully_sharded import RowOrder, in_parts, own_term, shared_rows
 from scute_compile.runtime_min.pool.packed_adapter import (
@@ -100,23 +100,9 @@ def read_adapter(
 
 def named_as_in(artifact: Artifact, sites: Sequence[DirectoryEntry]) -> list[DirectoryEntry]:
     """Return the model's layers under the artifact's names: the same, or another after one change of the prefix."""
-    found = reroot(artifact.sites, {site.name: site for site in sites})
-    if isinstance(found, Unrooted):
-        fail(
-            Code.SC402,
-            where=artifact.manifest.name,
-            found=f"sites such as `{_stray(artifact, sites)}`; {found.reason}",
-            expected="the linear layers of this model, such as " + ", ".join(f"`{site.name}`" for site in sites[:3]),
-            next="load the model that the artifact was compiled for",
-        )
+    found = match_sites(artifact, [site.name for site in sites])
     named = {layer: name for name, layer in found.mapping.items()}
     return [replace(site, name=named.get(site.name, site.name)) for site in sites]
-
-
-def _stray(artifact: Artifact, sites: Sequence[DirectoryEntry]) -> str:
-    """Return a site of the artifact that the model doesn't have under its own name; the first one where it has all."""
-    known = {site.name for site in sites}
-    return next((name for name in artifact.sites if name not in known), next(iter(artifact.sites)))
 
 
 def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype, convert: bool) -> None:

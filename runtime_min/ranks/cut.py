@@ -1,7 +1,7 @@
-"""One rank's part of a transformers model's linear layers, cut by the same ranges as the compiler cuts adapters.
+"""One rank's part of a transformers model: its linear layers, cut by the ranges that the compiler cuts adapters by.
 
-Between the layers of one block activations stay cut, as engines keep them, where that is known to work; elsewhere each
-layer takes and gives whole activations, so that any architecture runs.
+Between the layers of one block, activations stay cut as in engines where the architecture is known to work on a part
+of its heads. Elsewhere every layer takes and returns whole activations, which works for any architecture.
 """
 
 from __future__ import annotations
@@ -13,96 +13,153 @@ from typing import Any
 
 import torch
 
-from scute_compile.base.cuts import cut
+from scute_compile.base.cuts import cut, shares
 from scute_compile.base.structure import ModelStructure, build_structure
+from scute_compile.diagnostics import Code, fail
+from scute_compile.ir.dtypes import format_named
 from scute_compile.ir.expressions import Ranges, Ref, Source
 from scute_compile.ir.linear import Linear, Split
-from scute_compile.runtime_min.layers import linear_layers
+from scute_compile.runtime_min.layers import linear_layers, put_layer, weight_and_bias
+from scute_compile.runtime_min.ranks.exchange import TermExchange
+from scute_compile.runtime_min.ranks.group import Purpose, RankGroup
 from scute_compile.runtime_min.reference import take
 
 LOCAL_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2"})
-"""Architectures whose attention runs on whatever heads the projections give it. Others get whole activations."""
+"""Architectures whose attention runs on as many heads as its projections return. Others get whole activations."""
 _INPUTS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {"o_proj": (("q_proj", "k_proj", "v_proj"),), "down_proj": (("gate_proj", "up_proj"), ("gate_up_proj",))}
 )
-"""Row-parallel layers by name, and the column-parallel ones of the same block that lead to them alone."""
+"""Row-parallel layers by name, and the column-parallel layers of the same block whose outputs only they read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCut:
-    """How the ranks share one layer, as one of them sees it."""
+    """How the ranks share one layer."""
 
     split: Split
-    """`REPLICATED` where this rank computes the layer whole: also with one rank, and where nobody knows a cut."""
+    """`REPLICATED` where every rank computes the whole layer, also because no rule says how to cut it."""
     inputs: tuple[Ranges, ...]
-    """Of every rank."""
+    """The inputs that each rank holds."""
     outputs: tuple[Ranges, ...]
+    """The outputs that each rank holds."""
     out_features: int
-    """Of the whole layer."""
-    arrives_cut: bool
-    """Row-parallel: whether the input is this rank's part already."""
-    leaves_cut: bool
-    """Column-parallel: whether the next layer wants this rank's part alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CutLayer:
-    """One rank's part of a layer."""
-
-    cut: LayerCut
-    weight: torch.Tensor
-    """`(out, in)` of the rank."""
-    bias: torch.Tensor | None
-    """`(out,)`, on ranks that add it: one of a row-parallel layer's, all of the others'."""
+    """Outputs of the whole layer."""
+    local: bool
+    """Whether activations stay cut: the input of a row-parallel layer, the output of a column-parallel one."""
 
 
 def structure_of(model: torch.nn.Module) -> ModelStructure:
-    """Return the structure of a loaded transformers model: what `open_model` gives for its folder."""
-    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+    """Return the structure of a loaded transformers model, as `open_model` returns it for the model's folder."""
     tensors = {
-        name: Ref(Source.BASE, name, tuple(value.shape), names.get(value.dtype, "F32"))
-        for name, value in model.named_parameters()
+        name: Ref(Source.BASE, name, tuple(value.shape), _code(value.dtype)) for name, value in model.named_parameters()
     }
     config: Any = model.config
     return build_structure(config.to_dict(), tensors)
 
 
-def cut_layers(model: torch.nn.Module, rank: int, size: int) -> Mapping[str, CutLayer]:
-    """Return this rank's part of every linear layer but embeddings and output heads; the model stays as it is.
+def _code(dtype: torch.dtype) -> str:
+    try:
+        return format_named(str(dtype)).code
+    except KeyError:  # a quantized parameter: the structure depends on shapes alone
+        return "F32"
 
-    Args:
-        model: The whole model.
-        rank: Which rank this is.
-        size: Number of ranks.
+
+def cut_layers(model: torch.nn.Module, ranks: RankGroup) -> Mapping[str, LayerCut]:
+    """Return how the ranks share each linear layer of a model except output heads, by path; none with one rank.
 
     Raises:
         ScuteError: SC501 when a layer doesn't divide over the ranks.
     """
-    structure, plain = structure_of(model), linear_layers(model)
-    linears = {name: linear for name, linear in structure.linears.items() if name in plain}
-    local = _local(structure.model_type, linears)
-    return {name: _cut_layer(plain[name], linear, rank, size, local=name in local) for name, linear in linears.items()}
+    if ranks.size == 1:
+        return {}
+    structure, layers = structure_of(model), linear_layers(model)
+    linears = {path: linear for path, linear in structure.linears.items() if path in layers}
+    local = _local_layers(structure.model_type, linears)
+    return {path: _cut(linear, ranks.size, local=path in local) for path, linear in linears.items()}
 
 
-def put_layers(model: torch.nn.Module, cuts: Mapping[str, CutLayer], layers: Mapping[str, torch.nn.Module]) -> None:
-    """Put `layers` in the places of the model's own, for good, and let its attention count this rank's heads."""
-    for name, layer in layers.items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, layer)
-    for name, held in cuts.items():
-        parent, _, last = name.rpartition(".")
-        if last == "q_proj" and held.cut.leaves_cut:
+def put_parts(model: torch.nn.Module, cuts: Mapping[str, LayerCut], rank: int) -> None:
+    """Replace the layers of a model by one rank's parts, in place and for good."""
+    for path, layer_cut in cuts.items():
+        put_layer(model, path, _part(model.get_submodule(path), layer_cut, rank))
+    for path, layer_cut in cuts.items():
+        parent, _, name = path.rpartition(".")
+        if name == "q_proj" and layer_cut.local:
             attention: Any = model.get_submodule(parent)
-            attention.num_key_value_groups = len(held.weight) // len(cuts[f"{parent}.k_proj"].weight)
+            attention.num_key_value_groups = attention.q_proj.out_features // attention.k_proj.out_features
 
 
-def join_outputs(every: torch.Tensor, cut: LayerCut) -> torch.Tensor:
-    """Return `(..., out)` of the whole layer from all ranks' parts, `(ranks, ..., out of the rank)`.
+def _cut(linear: Linear, size: int, *, local: bool) -> LayerCut:
+    whole = linear.split is Split.UNKNOWN
+    axes = cut(linear, 1 if whole else size)
+    split = Split.REPLICATED if whole else linear.split
+    return LayerCut(
+        split=split,
+        inputs=axes.inputs * size if whole else axes.inputs,
+        outputs=axes.outputs * size if whole else axes.outputs,
+        out_features=linear.out_features,
+        local=local and split in {Split.ROW, Split.COLUMN},
+    )
 
-    Where several ranks hold copies, the first one's are taken.
+
+def _part(layer: torch.nn.Module, layer_cut: LayerCut, rank: int) -> torch.nn.Linear:
+    """Return one rank's part of a layer; of a row-parallel layer, rank 0 alone adds the bias."""
+    weight, bias = weight_and_bias(layer)
+    part = take(take(weight.detach(), 0, layer_cut.outputs[rank]), 1, layer_cut.inputs[rank])
+    if part.numel() < weight.numel():
+        part = part.clone(memory_format=torch.contiguous_format)  # so that the whole weight can be freed
+    if bias is not None:
+        adds_bias = layer_cut.split is not Split.ROW or rank == 0
+        bias = take(bias.detach(), 0, layer_cut.outputs[rank]).clone() if adds_bias else None
+    outputs, inputs = part.shape
+    linear = torch.nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
+    linear.weight = torch.nn.Parameter(part, requires_grad=False)
+    if bias is not None:
+        linear.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return linear.eval()
+
+
+def _local_layers(model_type: str, linears: Mapping[str, Linear]) -> frozenset[str]:
+    """Return the layers between which activations stay cut: row-parallel ones, and the column-parallel before them."""
+    found: set[str] = set()
+    for path, linear in linears.items():
+        parent, _, name = path.rpartition(".")
+        if linear.split is not Split.ROW or (name == "o_proj" and model_type not in LOCAL_HEADS):
+            continue
+        for group in _INPUTS.get(name, ()):
+            members = [f"{parent}.{member}" for member in group]
+            if all(member in linears and linears[member].split is Split.COLUMN for member in members):
+                found |= {path, *members}
+    return frozenset(found)
+
+
+def connect(layer: torch.nn.Module, layer_cut: LayerCut, ranks: RankGroup) -> None:
+    """Register the collectives of the base model on one rank's part of a layer, as hooks."""
+
+    def take_inputs(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (take(args[0], -1, layer_cut.inputs[ranks.rank]), *args[1:])
+
+    def add_up(_: torch.nn.Module, __: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        return ranks.all_reduce(out, Purpose.BASE)
+
+    def join(_: torch.nn.Module, __: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        return join_outputs(ranks.all_gather(out), layer_cut)
+
+    if layer_cut.split is Split.ROW:
+        layer.register_forward_hook(add_up)
+        if not layer_cut.local:
+            layer.register_forward_pre_hook(take_inputs)
+    elif layer_cut.split is Split.COLUMN and not layer_cut.local:
+        layer.register_forward_hook(join)
+
+
+def join_outputs(every: torch.Tensor, layer_cut: LayerCut) -> torch.Tensor:
+    """Return the whole layer's output `(..., out)` from all ranks' parts, `(ranks, ..., out of the rank)`.
+
+    Where several ranks hold copies, the first rank's are taken.
     """
-    out = every.new_empty((*every.shape[1:-1], cut.out_features))
-    for part, ranges in reversed(list(zip(every, cut.outputs, strict=True))):
+    out = every.new_empty((*every.shape[1:-1], layer_cut.out_features))
+    for part, ranges in reversed(list(zip(every, layer_cut.outputs, strict=True))):
         position = 0
         for start, stop in ranges:
             out[..., start:stop] = part[..., position : position + stop - start]
@@ -110,41 +167,24 @@ def join_outputs(every: torch.Tensor, cut: LayerCut) -> torch.Tensor:
     return out
 
 
-def _cut_layer(plain: torch.nn.Module, linear: Linear, rank: int, size: int, *, local: bool) -> CutLayer:
-    whole = size > 1 and linear.split is Split.UNKNOWN
-    split = Split.REPLICATED if whole or size == 1 else linear.split
-    held = cut(linear, 1 if whole else size)
-    inputs, outputs = (axis * size if whole else axis for axis in (held.inputs, held.outputs))
-    weight, bias = plain.weight, plain.bias
-    assert isinstance(weight, torch.Tensor)  # noqa: S101 - narrows the type of a module's attribute
-    assert bias is None or isinstance(bias, torch.Tensor)  # noqa: S101 - likewise
-    weight_NK = weight.detach() if isinstance(plain, torch.nn.Linear) else weight.detach().T
-    part = take(take(weight_NK, 0, outputs[rank]), 1, inputs[rank])
-    if part.numel() < weight_NK.numel():
-        part = part.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
-    adds = bias is not None and (split is not Split.ROW or rank == 0)
-    local = local and split in {Split.ROW, Split.COLUMN}
-    layer_cut = LayerCut(
-        split=split,
-        inputs=inputs,
-        outputs=outputs,
-        out_features=linear.out_features,
-        arrives_cut=local,
-        leaves_cut=local,
-    )
-    bias_N = take(bias.detach(), 0, outputs[rank]).clone() if adds and bias is not None else None
-    return CutLayer(cut=layer_cut, weight=part, bias=bias_N)
+def exchanges_of(cuts: Mapping[str, LayerCut], ranks: RankGroup) -> dict[str, TermExchange]:
+    """Return the exchange of fully sharded terms at each layer that the ranks share.
 
-
-def _local(model_type: str, linears: Mapping[str, Linear]) -> frozenset[str]:
-    """Return the layers between which activations stay cut: column layers whose outputs only their row layer reads."""
-    found: set[str] = set()
-    for name, linear in linears.items():
-        parent, _, last = name.rpartition(".")
-        if linear.split is not Split.ROW or (last == "o_proj" and model_type not in LOCAL_HEADS):
-            continue
-        for group in _INPUTS.get(last, ()):
-            members = [f"{parent}.{member}" for member in group]
-            if all(member in linears and linears[member].split is Split.COLUMN for member in members):
-                found |= {name, *members}
-    return frozenset(found)
+    Raises:
+        ScuteError: SC501 for a row-parallel layer with fewer outputs than ranks.
+    """
+    exchanges: dict[str, TermExchange] = {}
+    for path, layer_cut in cuts.items():
+        if layer_cut.split is Split.COLUMN:
+            exchanges[path] = TermExchange(ranks=ranks)
+        elif layer_cut.split is Split.ROW:
+            if layer_cut.out_features < ranks.size:
+                fail(
+                    Code.SC501,
+                    where=path,
+                    found=f"{layer_cut.out_features} outputs",
+                    expected=f"at least one for each of {ranks.size} ranks",
+                    next="serve it in the default layout",
+                )
+            exchanges[path] = TermExchange(ranks=ranks, part=shares(layer_cut.out_features, ranks.size)[ranks.rank])
+    return exchanges

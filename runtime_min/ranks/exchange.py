@@ -1,9 +1,9 @@
-"""What ranks do between shrink and expand where terms are fully sharded, as pools lay these out.
+"""Exchange of intermediates: the collective between shrink and expand where low-rank terms are fully sharded.
 
-The layout is S-LoRA's (arXiv:2311.03285 section 6), see `runtime_min.oracle.fully_sharded`. What differs here is
-the order of a term's rank: a gather of the ranks' entries brings one of each rank in turn, and the rows of B that a
-pool holds stand in the same order. So the place of an entry follows from its place on its own rank alone, whatever
-adapters a batch mixes, and a gathered intermediate needs nothing but a transposition.
+The layout is S-LoRA's (arXiv:2311.03285 section 6); `runtime_min.oracle.fully_sharded` states it. Pools hold a term's
+rows in another order: an all-gather interleaves the ranks' entries (the first of each rank, then the second of each),
+and the rows of B are stored in that order. The position of an entry then follows from its position on its own rank
+alone, whatever adapters a batch mixes, and a gathered intermediate only needs a transposition.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class TermExchange:
 
     ranks: RankGroup
     part: Interval | None = None
-    """The outputs of a row-parallel layer to which this rank expands; None: the layer is column-parallel."""
+    """The outputs of a row-parallel layer to which this rank expands; None for a column-parallel layer."""
 
     @property
     def shares(self) -> int:
-        """Among how many ranks a term's rank is divided: one of a row-parallel layer."""
+        """Number of ranks that a term's rank is divided among: 1 for a row-parallel layer."""
         return self.ranks.size if self.part is None else 1
 
     def parts(self, outputs: int) -> tuple[Interval | None, ...]:
-        """Return into which outputs the layer is cut as the pool sees it: this rank's own, and what stands beside it.
+        """Return the intervals of outputs that are directory entries: this rank's `part`, and the rest on either side.
 
         >>> TermExchange(ranks=RankGroup(), part=(0, 2)).parts(6)
         ((0, 2), (2, 6))
@@ -43,14 +43,14 @@ class TermExchange:
 
     @property
     def which(self) -> int:
-        """Which of `parts` has the terms."""
+        """Index of the entry of `parts` that has the terms."""
         return 0 if self.part is None or self.part[0] == 0 else 1
 
     def complete(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole intermediates from what this rank computed of each; one transfer for all.
+        """Return whole intermediates from what this rank computed of each, by one transfer.
 
         Args:
-            held: Column-parallel: this rank's entries `(..., R / ranks)`, in the order of its own rows of A.
+            held: Column-parallel: this rank's entries `(..., R / ranks)`, in the order of its rows of A.
                 Row-parallel: partial sums `(..., R)`; these may be overwritten.
 
         Returns:
@@ -63,7 +63,7 @@ class TermExchange:
         if self.part is not None:
             sums = torch.split(self.ranks.all_reduce(flat, Purpose.ADAPTERS), lengths)
             return [whole.view(part.shape) for whole, part in zip(sums, held, strict=True)]
-        every = torch.split(self.ranks.gather(flat, Purpose.ADAPTERS), lengths, dim=1)
+        every = torch.split(self.ranks.all_gather(flat, Purpose.ADAPTERS), lengths, dim=1)
         return [
             whole.t().reshape(*part.shape[:-1], part.shape[-1] * self.ranks.size)
             for whole, part in zip(every, held, strict=True)
@@ -71,9 +71,9 @@ class TermExchange:
 
 
 def row_order(shares: Ranges) -> tuple[int, ...]:
-    """Return which row of a term stands where once the ranks' entries are gathered; -1: a row of zeros.
+    """Return the term's row at each position after the all-gather; -1 stands for a row of zeros.
 
-    Ranks that hold fewer rows than others send zeros, so that all send alike.
+    Ranks with fewer rows than others send zeros, so that all ranks send equally many.
 
     >>> row_order(((0, 2), (2, 3)))
     (0, 2, 1, -1)
@@ -83,7 +83,7 @@ def row_order(shares: Ranges) -> tuple[int, ...]:
 
 
 def share_order(shares: Ranges, rank: int) -> tuple[int, ...]:
-    """Return which rows of a term one rank computes; -1: a row of zeros.
+    """Return the term's rows that one rank computes, in order; -1 stands for a row of zeros.
 
     >>> share_order(((0, 2), (2, 3)), 1)
     (2, -1)
@@ -92,7 +92,7 @@ def share_order(shares: Ranges, rank: int) -> tuple[int, ...]:
 
 
 def take_rows(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return rows in another order, with zeros where it says -1.
+    """Return rows in another order, with a row of zeros for each -1.
 
     >>> take_rows(torch.tensor([[1], [2]]), (1, -1, 0)).tolist()
     [[2], [0], [1]]

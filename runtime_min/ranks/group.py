@@ -1,4 +1,4 @@
-"""What the ranks of one model do together, over whatever backend their process group has, and the bytes it takes."""
+"""The ranks of one model: their collectives over a process group, and the bytes that these send."""
 
 from __future__ import annotations
 
@@ -13,87 +13,80 @@ import torch.distributed as dist
 
 from scute_compile.diagnostics import Code, fail
 
-# the newer name of one function; torch before 2.12 has the older one alone
+# torch before 2.12 has the older name alone
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Purpose(StrEnum):
-    """Who needs a transfer."""
+    """The transfers that are counted."""
 
     BASE = "base"
-    """The row-parallel layers' all-reduce, which the model does without adapters as well."""
-    OUTPUTS = "outputs"
-    """Gathering the outputs of a column-parallel layer whose successor reads them whole; engines have none."""
+    """All-reduces of row-parallel layers, which the model needs without adapters as well."""
     ADAPTERS = "adapters"
     """Intermediates of fully sharded terms."""
-    LOADING = "loading"
-    """What is exchanged once, when an adapter is loaded."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Traffic:
-    """Bytes that one rank sends, by purpose, as a ring does it.
+    """Bytes that one rank sends in ring collectives, by purpose.
 
-    Of V bytes an all-gather sends (N - 1) / N V, an all-reduce twice that (arXiv:2311.03285 section 6.3 counts alike).
+    Of V bytes, an all-gather sends (N - 1) / N V and an all-reduce twice that (arXiv:2311.03285 section 6.3).
     """
 
     sent: dict[Purpose, float] = field(default_factory=lambda: dict.fromkeys(Purpose, 0.0))
-    calls: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
-
-    def count(self, purpose: Purpose, sent: float) -> None:
-        """Add one transfer."""
-        self.sent[purpose] += sent
-        self.calls[purpose] += 1
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Set all counts to zero."""
         self.sent = dict.fromkeys(Purpose, 0.0)
-        self.calls = dict.fromkeys(Purpose, 0)
 
 
 class RankGroup:
-    """This process's place among the ranks of a model.
+    """The ranks of a model, and which of them this process is.
 
     Args:
-        group: The process group; None: the default one, or a group of one when `torch.distributed` isn't initialised.
+        group: The process group; None for the default group, or for one rank when `torch.distributed` isn't
+            initialised.
+        distributed: False for a group of one rank even where `torch.distributed` is initialised.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, distributed: bool = True) -> None:
         self._group = group
-        there = dist.is_available() and dist.is_initialized()
-        self.size = dist.get_world_size(group) if there else 1
-        self.rank = dist.get_rank(group) if there else 0
+        initialised = distributed and dist.is_available() and dist.is_initialized()
+        self.size = dist.get_world_size(group) if initialised else 1
+        self.rank = dist.get_rank(group) if initialised else 0
         self.traffic = Traffic()
 
     @contextmanager
-    def together(self, name: str, device: torch.device) -> Iterator[None]:
-        """Let all ranks do what may fail on some of them; where one raises, all do.
+    def all_or_none(self, name: str, device: torch.device) -> Iterator[None]:
+        """Run the block on all ranks; where it raises on some of them, raise on all.
 
         Args:
-            name: What it is done to.
-            device: One that the group's backend sends from.
+            name: The adapter that the block loads, for the message.
+            device: A device that the group's backend sends from.
 
         Raises:
-            ScuteError: SC815 on ranks where nothing failed.
+            ScuteError: SC815 on the ranks where the block did not raise.
         """
         try:
             yield
         except BaseException:
-            self._failed(device, failed=True)
+            self._failed_ranks(device, failed=True)
             raise
-        if others := self._failed(device, failed=False):
+        if failed := self._failed_ranks(device, failed=False):
             fail(
                 Code.SC815,
                 where=name,
-                found=f"{len(others)} of {self.size} ranks that refused it: {others}",
+                found=f"{len(failed)} of {self.size} ranks that refused it: {failed}",
                 expected="an adapter that every rank loads",
-                next=f"see what rank {others[0]} says, and load the adapter on all ranks again",
+                next=f"see the error of rank {failed[0]}, and load the adapter on all ranks again",
             )
 
     def check_same(self, name: str, digest: str, device: torch.device) -> None:
-        """Refuse an adapter of which ranks read different artifacts: SC815, on all of them."""
+        """Refuse an adapter of which ranks read different artifacts (SC815, on all ranks)."""
+        if self.size == 1:
+            return
         own = torch.frombuffer(bytearray(sha256(digest.encode()).digest()), dtype=torch.int32)
-        every = self.gather(own.to(device), Purpose.LOADING)
+        every = self.all_gather(own.to(device))
         if others := (every != every[0]).any(1).nonzero().flatten().tolist():
             fail(
                 Code.SC815,
@@ -103,25 +96,28 @@ class RankGroup:
                 next="give all ranks the same store, and load the adapter on all of them again",
             )
 
-    def _failed(self, device: torch.device, *, failed: bool) -> list[int]:
-        """Return the ranks that say they failed."""
-        said = self.gather(torch.tensor([failed], dtype=torch.int32, device=device), Purpose.LOADING)
-        return said.flatten().nonzero().flatten().tolist()
+    def _failed_ranks(self, device: torch.device, *, failed: bool) -> list[int]:
+        if self.size == 1:
+            return []
+        every = self.all_gather(torch.tensor([failed], dtype=torch.int32, device=device))
+        return every.flatten().nonzero().flatten().tolist()
 
-    def all_reduce(self, part: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-        """Return the sum of all ranks' parts, the same on every rank, in the dtype of `part`; may overwrite `part`."""
+    def all_reduce(self, part: torch.Tensor, purpose: Purpose | None = None) -> torch.Tensor:
+        """Return the sum of all ranks' parts, equal on every rank, in the dtype of `part`; may overwrite `part`."""
         if self.size == 1:
             return part
         part = part.contiguous()
         dist.all_reduce(part, group=self._group)
-        self.traffic.count(purpose, 2 * (self.size - 1) / self.size * part.numel() * part.element_size())
+        if purpose is not None:
+            self.traffic.sent[purpose] += 2 * (self.size - 1) / self.size * part.numel() * part.element_size()
         return part
 
-    def gather(self, part: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    def all_gather(self, part: torch.Tensor, purpose: Purpose | None = None) -> torch.Tensor:
         """Return all ranks' parts, `(ranks, *part.shape)`; parts have one shape on all ranks."""
         if self.size == 1:
             return part.unsqueeze(0)
         whole = part.new_empty((self.size, *part.shape))
         _all_gather(whole.view(-1), part.contiguous().view(-1), group=self._group)
-        self.traffic.count(purpose, (self.size - 1) * part.numel() * part.element_size())
+        if purpose is not None:
+            self.traffic.sent[purpose] += (self.size - 1) * part.numel() * part.element_size()
         return whole

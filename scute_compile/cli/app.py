@@ -25,10 +25,7 @@ from scute_compile.cli.explain.command import explain_command
 from scute_compile.cli.inspect.command import inspect_command
 from scute_compile.cli.run.command import run_command
 from scute_compile.cli.verify.command import verify_command
-from scute_compile.diagnostics import Code, Diagnostic, ScuteError, printable
-
-NO_BASE = frozenset({Code.SC401, Code.SC404, Code.SC406, Code.SC703})
-"""Codes that end a command with status 2."""
+from scute_compile.diagnostics import USAGE_CODES, Code, Diagnostic, ScuteError, printable
 
 app = typer.Typer(
     name="scute",
@@ -139,4 +136,4 @@ def _report(arguments: Sequence[str], diagnostics: Sequence[Diagnostic]) -> int:
         print_json(envelope(command, findings=[item.to_json() for item in diagnostics]))
     for line in lines(diagnostics):
         sys.stderr.write(line + "\n")
-    return 2 if any(item.code in NO_BASE for item in diagnostics) else 1
+    return 2 if any(item.code in USAGE_CODES for item in diagnostics) else 1

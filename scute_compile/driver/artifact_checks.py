@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scute_compile.diagnostics import Code, Diagnostic, Findings, ScuteError
+from scute_compile.driver.bases import OpenBase, open_model
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.peft_folder import AdapterFolder
 from scute_compile.ir.target import LoraSharding, Target, Workload
-from scute_compile.pipeline import OpenBase, open_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,6 @@ def other_base(artifact: Artifact, base: OpenBase) -> tuple[Diagnostic, ...]:
                 where=artifact.manifest.name,
                 found=f"{part} hash {found[:12]} of {base.checkpoint.source}",
                 expected=f"{expected[:12]}, recorded for a {recorded.model_type}",
-                next="pass the base that it was compiled for, or compile the adapter again",
             )
             break
     return tuple(findings)

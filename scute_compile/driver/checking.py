@@ -7,10 +7,10 @@ from pathlib import Path
 
 from scute_compile.diagnostics import ScuteError
 from scute_compile.driver.artifact_checks import Requested, other_base, other_target
+from scute_compile.driver.bases import OpenBase
 from scute_compile.driver.planning import Bases, plan_adapter
 from scute_compile.driver.reports import CheckReport, Outcome, outcome_of
 from scute_compile.formats.artifact import is_artifact, open_artifact
-from scute_compile.pipeline import OpenBase
 
 
 def check_paths(sources: Sequence[str], *, base: str | None, requested: Requested) -> CheckReport:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from scute_compile.diagnostics import Code, Findings, ScuteError, fail
+from scute_compile.driver.bases import OpenBase
+from scute_compile.driver.packing import compile_planned
 from scute_compile.driver.planning import Bases, plan_adapter
 from scute_compile.driver.reports import CompileReport, Outcome, outcome_of
 from scute_compile.formats.artifact import FACTORS
 from scute_compile.ir.target import Target
-from scute_compile.pipeline import OpenBase, Planned, compile_planned
+from scute_compile.pipeline import Planned
 
 Progress = Callable[[str, int, int], None]
 """Called with the kind of work (`base`: bytes of base weights read; `adapters`: artifacts written), the amount done and
@@ -83,7 +85,6 @@ def _without_clash(planned: Planned, counts: Counter[str]) -> Planned:
         if count > 1
         else f"the name `{planned.name}`, which a store reserves",
         expected="one name per adapter",
-        next="rename the folders, or compile them in separate calls with --name",
     )
     return replace(planned, program=None, findings=tuple(findings))
 

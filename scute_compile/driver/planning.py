@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scute_compile.diagnostics import Code, ScuteError, fail
+from scute_compile.driver.bases import OpenBase, open_model
 from scute_compile.formats.peft_folder import AdapterFolder, open_adapter
 from scute_compile.ir.target import Target
-from scute_compile.pipeline import OpenBase, Planned, open_model, plan
+from scute_compile.pipeline import Planned, plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,6 @@ class Bases:
                 where=source,
                 found=f"base_model_name_or_path = {named!r} and no --base",
                 expected="a base model",
-                next="pass the base with --base",
             )
         try:
             return self._open(named)

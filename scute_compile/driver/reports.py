@@ -62,7 +62,7 @@ def outcome_of(planned: Planned) -> Outcome:
     return Outcome(
         path=planned.source,
         name=planned.name,
-        method=program.method if program else "",
+        method=program.method.value if program else "",
         sites=len(program.sites) if program else None,
         findings=planned.findings,
     )

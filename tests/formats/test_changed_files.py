@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from scute_compile.diagnostics import ScuteError
 from scute_compile.formats.artifact import Artifact, open_artifact
-from scute_compile.runtime_min.oracle.site_tensors import load_rank_sites
+from scute_compile.runtime_min.oracle.site_tensors import load_sites
 from tests.support.artifact_files import tampered
 from tests.support.served import Pair, artifact_of, ids_of, logits_of, served
 
@@ -66,13 +66,13 @@ def test_a_rank_file_that_changes_after_it_was_opened_is_refused(
 ) -> None:
     base, artifact = _copy("lora", pair, shared_folder, tmp_path)
     model = served("llama", base)
-    model.load_adapter("whole", artifact)
+    model.load_adapter(artifact, adapter_name="whole")
     ids = ids_of(2, 6)
     before = logits_of(model, ids, ["whole", None])
     SPOILT[what](artifact.rank_path(0))
-    _refused(lambda: model.load_adapter("spoilt", artifact), "SC603")
-    _refused(lambda: model.replace_adapter("whole", artifact), "SC603")
-    _refused(lambda: load_rank_sites(artifact, 0, {}, torch.device("cpu")), "SC603")
+    _refused(lambda: model.load_adapter(artifact, adapter_name="spoilt"), "SC603")
+    _refused(lambda: model.replace_adapter(artifact, adapter_name="whole"), "SC603")
+    _refused(lambda: load_sites(artifact, {}, torch.device("cpu")), "SC603")
     assert model.adapters == ("whole",)
     model.pool.evict("whole")  # it comes back from host memory: no file is read again
     assert torch.equal(logits_of(model, ids, ["whole", None]), before)
@@ -87,11 +87,11 @@ def test_a_shared_factor_that_changes_after_it_was_opened_is_refused_and_kept_by
     file = artifact.factor_path(artifact.manifest.factors[0].hash)
     whole = file.read_bytes()
     SPOILT[what](file)
-    _refused(lambda: model.load_adapter("spoilt", artifact), "SC606")
+    _refused(lambda: model.load_adapter(artifact, adapter_name="spoilt"), "SC606")
     file.write_bytes(whole)
-    model.load_adapter("whole", artifact)
+    model.load_adapter(artifact, adapter_name="whole")
     fresh = served("llama", base)
-    fresh.load_adapter("whole", artifact)
+    fresh.load_adapter(artifact, adapter_name="whole")
     ids = ids_of(1, 6)
     assert torch.equal(logits_of(model, ids, ["whole"]), logits_of(fresh, ids, ["whole"]))
 
@@ -109,8 +109,8 @@ def test_numbers_that_are_not_finite_are_refused_though_all_hashes_are_right(
         tensors[key].view(-1)[-1] = value
 
     model = served("llama", base)
-    model.load_adapter("whole", artifact)
+    model.load_adapter(artifact, adapter_name="whole")
     before = logits_of(model, ids_of(2, 6), ["whole", None])
     bad = tampered(artifact.path, "bad", spoil)
-    _refused(lambda: model.load_adapter("bad", bad), "SC309")
+    _refused(lambda: model.load_adapter(bad, adapter_name="bad"), "SC309")
     assert torch.equal(logits_of(model, ids_of(2, 6), ["whole", None]), before)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.ir.expressions import width
 from scute_compile.ir.linear import Split
 from scute_compile.ir.target import LoraSharding
-from scute_compile.runtime_min.model.ranks import serve_rank
+from scute_compile.runtime_min.base_model import load_model
+from scute_compile.runtime_min.model import rank_part
 from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.fully_sharded import check_met
@@ -31,6 +33,7 @@ from tests.runtime_min.pool.test_reading import sites_of
 from tests.support.artifacts import Written, write_artifact
 from tests.support.bases import load_base
 from tests.support.commands import compiled
+from tests.support.rank_processes import Answer, on_ranks
 
 Pair = Callable[[str, str], tuple[Path, Path]]
 
@@ -192,7 +195,9 @@ def test_pools_refuse_what_they_would_serve_in_part(pair: Pair, tmp_path: Path) 
         read_adapter(other, sites_of(other), torch.float32, tp=2, sharding=LoraSharding.FULL)
     assert "compile the adapter again with --lora-sharding full" in str(refused.value)
     with pytest.raises(ScuteError, match="SC801"):
-        ServedModel(load_base("llama", base), max_adapters=1, num_pages=512).load_adapter("one", artifact)
+        ServedModel(load_base("llama", base), max_adapters=1, pool_bytes="1MiB").load_adapter(
+            artifact, adapter_name="one"
+        )
 
 
 @pytest.mark.parametrize(
@@ -220,20 +225,35 @@ def test_terms_that_ranks_would_complete_otherwise_are_refused(
     assert refused.value.diagnostics[0].where == f"one: {site}"
 
 
+def refusals(base: Path, artifacts: Mapping[str, Path]) -> Answer:
+    """Codes with which a rank refuses artifacts when it exchanges nothing though terms are fully sharded."""
+    with patch.object(rank_part, "exchanges_of", return_value={}):
+        served = ServedModel.for_rank(load_model(base), lora_sharding="full", max_adapters=1, pool_bytes="1MiB")
+    found: Answer = {}
+    for name, artifact in artifacts.items():
+        with pytest.raises(ScuteError) as refused:
+            served.load_adapter(artifact, adapter_name="one")
+        found[name] = torch.tensor(int(refused.value.diagnostics[0].code.name[2:]))
+    return found
+
+
 def test_a_model_whose_layers_do_not_meet_takes_no_divided_terms(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
-    options = ("--tp", 2, "--lora-sharding", "full", "--dtype", "float32")
-    artifact = compiled(adapter, base, tmp_path, *options)
-    model = load_base("llama", base)
-    served = ServedModel(model, max_adapters=1, num_pages=512, tp=2, exchanges={})
-    with pytest.raises(ScuteError, match="SC812"):
-        served.load_adapter("one", artifact)
-    other = compiled(adapter, base, tmp_path / "three", "--tp", 4, *options[2:])
-    with pytest.raises(ScuteError, match="SC801"):
-        served.load_adapter("one", other)
-    served.remove()
-    with pytest.raises(ScuteError, match="SC703"):
-        serve_rank(model, lora_sharding="half", max_adapters=1, num_pages=512)
+    options = {"full": (2, "full"), "four": (4, "full"), "default": (2, "default")}
+    artifacts = {
+        name: compiled(adapter, base, tmp_path / name, "--tp", tp, "--lora-sharding", layout, "--dtype", "float32")
+        for name, (tp, layout) in options.items()
+    }
+    for rank in on_ranks(2, refusals, base, artifacts):
+        assert {name: int(code) for name, code in rank.items()} == {"full": 812, "four": 801, "default": 812}
+
+
+def test_an_unknown_layout_is_refused(base_folder: Callable[[str], Path]) -> None:
+    model = load_base("llama", base_folder("llama"))
+    with pytest.raises(ScuteError, match="'default' or 'full'") as refused:
+        ServedModel.for_rank(model, lora_sharding="half")
+    assert refused.value.diagnostics[0].code.name == "SC703"
+    ServedModel.for_rank(model, pool_bytes="1MiB", shared_bytes=0).remove()
 
 
 def test_pools_serve_what_has_no_terms(pair: Pair, tmp_path: Path) -> None:

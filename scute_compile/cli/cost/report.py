@@ -20,11 +20,11 @@ from scute_compile.cli.cost.step_cost import (
     vera_vector_bytes,
 )
 from scute_compile.diagnostics import Code, Findings
+from scute_compile.driver.bases import open_model
 from scute_compile.driver.reports import envelope
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.method import Method
 from scute_compile.ir.target import Workload
-from scute_compile.pipeline import open_model
 
 _MIXED = (Method.LORA, Method.DORA, Method.IA3, Method.VERA, Method.OFT)
 _FLOAT32 = 4

@@ -16,6 +16,7 @@ from scute_compile.driver.artifact_checks import Requested, open_requested
 from scute_compile.driver.planning import Bases, plan_adapter, servable
 from scute_compile.driver.reports import envelope
 from scute_compile.formats.artifact import Artifact, is_artifact
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Note
 from scute_compile.pack.manifest_records import note_record
 from scute_compile.pipeline import Planned
@@ -31,7 +32,7 @@ class ExplainReport:
     """The notes of one adapter or artifact."""
 
     name: str
-    method: str
+    method: Method
     glob: str | None
     """The pattern that filtered the sites; None: all sites."""
     notes: tuple[Note, ...]
@@ -50,7 +51,7 @@ class ExplainReport:
         return envelope(
             "explain-folds",
             name=self.name,
-            method=self.method,
+            method=self.method.value,
             site=self.glob,
             notes=[note_record(note) for note in self.notes],
             silent=list(self.silent),
@@ -78,7 +79,7 @@ def explain_path(source: str, *, base: str | None, requested: Requested, site: s
 
 
 def explain(
-    notes: Sequence[Note], glob: str | None, *, name: str = "", method: str = "", sites: Iterable[str] = ()
+    notes: Sequence[Note], glob: str | None, *, name: str, method: Method, sites: Iterable[str] = ()
 ) -> ExplainReport:
     """Return the report on notes.
 
@@ -128,7 +129,7 @@ def explain_artifact(artifact: Artifact, glob: str | None) -> ExplainReport:
     manifest = artifact.manifest
     notes = notes_of(manifest.notes, str(artifact.path))
     sites = [site.name for site in manifest.sites]
-    return explain(notes, glob, name=manifest.name, method=manifest.method.value, sites=sites)
+    return explain(notes, glob, name=manifest.name, method=Method(manifest.method), sites=sites)
 
 
 def notes_of(records: Sequence[Mapping[str, object]], where: str) -> tuple[Note, ...]:

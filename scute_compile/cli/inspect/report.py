@@ -21,14 +21,16 @@ from scute_compile.cli.inspect.views import (
     recorded_site,
 )
 from scute_compile.driver.artifact_checks import Requested, open_requested
+from scute_compile.driver.bases import open_model
 from scute_compile.driver.planning import servable
 from scute_compile.driver.reports import envelope
 from scute_compile.formats.artifact import Artifact, is_artifact
 from scute_compile.ir.dtypes import DType
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Stage
 from scute_compile.ir.target import LoraSharding
 from scute_compile.pack.manifest_records import finding_record
-from scute_compile.pipeline import Planned, open_model, plan
+from scute_compile.pipeline import Planned, plan
 
 
 class Kind(StrEnum):
@@ -67,7 +69,7 @@ class InspectReport:
     name: str
     path: str
     """The path or Hub id of an adapter, as given; the folder of an artifact."""
-    method: str
+    method: Method
     settings: tuple[tuple[str, str], ...]
     """Settings of the method that the artifact records, by name."""
     dtype: DType | None
@@ -109,7 +111,7 @@ class InspectReport:
             kind=self.kind.value,
             name=self.name,
             path=self.path,
-            method=self.method,
+            method=self.method.value,
             settings=dict(self.settings),
             dtype=self.dtype.value if self.dtype else None,
             tp=self.tp,
@@ -188,7 +190,7 @@ def inspect_artifact(artifact: Artifact) -> InspectReport:
         kind=Kind.ARTIFACT,
         name=manifest.name,
         path=str(artifact.path),
-        method=manifest.method.value,
+        method=Method(manifest.method),
         settings=tuple(manifest.settings.items()),
         dtype=manifest.dtype,
         tp=manifest.tp,

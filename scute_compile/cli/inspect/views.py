@@ -14,7 +14,6 @@ from scute_compile.ir.expressions import Expression, Ref, VeraProjection
 from scute_compile.ir.linear import Split
 from scute_compile.ir.program import Owner, Program, Rotation, RotationKind, Site
 from scute_compile.pack.manifest_records import site_record
-from scute_compile.passes.scale import site_expressions
 
 PLANNED_DTYPES = (DType.FLOAT32, DType.BFLOAT16)
 """The dtypes that an adapter's sizes are given in; float16 takes as many bytes as bfloat16."""
@@ -135,7 +134,7 @@ def _folded_slots(site: Site) -> Iterator[SlotView]:
 def _whole_bytes(site: Site) -> tuple[tuple[DType, tuple[int, ...]], ...]:
     """Return the bytes of a single rank, from the shapes of the slots' values."""
     shared = [f.value for term in site.terms for f in (term.a, term.b) if f.owner is not Owner.ADAPTER]
-    private = [value for value in site_expressions(site) if value not in shared]
+    private = [value for value in site.expressions() if value not in shared]
     if any(prod(value.shape) == 0 for value in private):
         return ()
     shift = prod(site.b.shape) if site.b is not None else 0

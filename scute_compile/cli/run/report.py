@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from scute_compile.cli.run.request import Prompt, RunRequest
 from scute_compile.diagnostics import Diagnostic, Findings, ScuteError
 from scute_compile.driver.artifact_checks import other_base
+from scute_compile.driver.bases import OpenBase, open_model
 from scute_compile.driver.packages import needs
 from scute_compile.driver.reports import envelope
 from scute_compile.formats.artifact import Artifact, open_artifact
-from scute_compile.pipeline import OpenBase, open_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def opened(base: str, recipes: tuple[str, ...], make: Make, **options: object) -
     folder = next(iter(made.values())).base
     model = served(base, folder, **options)
     for recipe, one in made.items():
-        model.load_adapter(recipe, one.artifact)
+        model.load_adapter(one.artifact, adapter_name=recipe)
     return model, Alone(base, made, folder)
 
 
@@ -217,7 +217,7 @@ def test_requests_whose_adapter_goes_away_fail_alone(make: Make) -> None:
         batch.step()
         late = batch.submit(request("dora", 4, 8))
         model.delete_adapter("dora")
-        model.replace_adapter("oft", make("lora", "llama").artifact)
+        model.replace_adapter(make("lora", "llama").artifact, adapter_name="oft")
         list(batch.run())
     failed(dora, "SC802", "dora")
     failed(late, "SC802", "dora")

@@ -12,8 +12,8 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.batching.continuous_batch import ContinuousBatch
-from scute_compile.runtime_min.model.ranks import serve_rank
-from scute_compile.runtime_min.pool.directory import DirectoryEntry
+from scute_compile.runtime_min.model.served_model import ServedModel
+from scute_compile.runtime_min.pool.directory import PAGE_BYTES, DirectoryEntry
 from scute_compile.runtime_min.pool.equal_pages import with_equal_pages
 from scute_compile.runtime_min.pool.packed_adapter import (
     PairWindow,
@@ -36,16 +36,16 @@ SHIFTED = {"r": 1, "lora_bias": True, "target_modules": ["o_proj", "down_proj"]}
 
 def steps(base: Path, store: Path, ids: torch.Tensor, layout: str, pages: int) -> Answer:
     """Two adapters in a pool that has no room for both on rank 0, then in turn."""
-    served, _ = serve_rank(
+    served = ServedModel.for_rank(
         load_model(base),
         lora_sharding=LoraSharding(layout),
         max_adapters=4,
-        num_pages=pages,
-        shared_pages=4,
+        pool_bytes=pages * PAGE_BYTES,
+        shared_bytes="8KiB",
         max_num_batched_tokens=64,
     )
     for name in ("x", "y"):
-        served.load_adapter(name, store / name)
+        served.load_adapter(store / name, adapter_name=name)
     with pytest.raises(ScuteError, match="SC703") as refused:
         ContinuousBatch(served, cache_tokens=512)
     assert "2 ranks share" in str(refused.value)
@@ -83,11 +83,15 @@ def test_what_one_rank_has_no_room_for_no_rank_runs(
 def small(base: Path, store: Path, ids: torch.Tensor) -> Answer:
     """Rank 1 has too few pages for an adapter, for which rank 0 has room; then both serve the base."""
     ranks = RankGroup()
-    served, _ = serve_rank(
-        load_model(base), max_adapters=4, num_pages=1 if ranks.rank else 64, shared_pages=4, max_num_batched_tokens=64
+    served = ServedModel.for_rank(
+        load_model(base),
+        max_adapters=4,
+        pool_bytes="2KiB" if ranks.rank else "128KiB",
+        shared_bytes="8KiB",
+        max_num_batched_tokens=64,
     )
     with pytest.raises(ScuteError) as refused:
-        served.load_adapter("x", store / "x")
+        served.load_adapter(store / "x", adapter_name="x")
     with pytest.raises(ScuteError, match="SC703") as timed:
         served.generate(ids, adapter_names=[None, None], max_new_tokens=1, max_time=1.0)
     assert "max_time" in str(timed.value)

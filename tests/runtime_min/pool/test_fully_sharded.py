@@ -13,11 +13,10 @@ from scute_compile.base.cuts import shares
 from scute_compile.diagnostics import ScuteError
 from scute_compile.formats.manifest import SiteRecord, TermRecord
 from scute_compile.ir.linear import Split
-from scute_compile.runtime_min.model.ranks import exchanges_of
 from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.fully_sharded import in_parts, own_term, shared_rows
 from scute_compile.runtime_min.pool.packed_adapter import SiteContent
-from scute_compile.runtime_min.ranks.cut import CutLayer, LayerCut
+from scute_compile.runtime_min.ranks.cut import LayerCut, exchanges_of
 from scute_compile.runtime_min.ranks.exchange import take_rows
 from scute_compile.runtime_min.ranks.group import RankGroup
 from tests.runtime_min.oracle.test_adapted_model import drawn
@@ -87,9 +86,8 @@ def test_terms_for_outputs_that_are_no_part_of_the_layer_are_refused() -> None:
 
 
 def test_a_layer_with_fewer_outputs_than_ranks_is_refused() -> None:
-    cut = LayerCut(split=Split.ROW, inputs=(), outputs=(), out_features=0, arrives_cut=False, leaves_cut=False)
-    layer = CutLayer(cut=cut, weight=torch.zeros(0, 4), bias=None)
+    cut = LayerCut(split=Split.ROW, inputs=(), outputs=(), out_features=0, local=False)
     with pytest.raises(ScuteError, match="SC501"):
-        exchanges_of({"down": layer}, RankGroup())
-    wide = replace(layer, cut=replace(cut, out_features=2))
+        exchanges_of({"down": cut}, RankGroup())
+    wide = replace(cut, out_features=2)
     assert exchanges_of({"down": wide}, RankGroup())["down"].part == (0, 2)

@@ -1,7 +1,7 @@
-"""The kernels of several ranks, under Triton's interpreter; `tests/test_kernels.py` runs this file in its own process.
+"""The kernels of several ranks, under Triton's interpreter; `test_kernels.py` runs this file in a process of its own.
 
-Ranks are processes over gloo, which inherit the interpreter's switch. As in `tests/kernel_checks.py` buffers that
-nothing wrote hold NaN, and K is cut in several runs.
+Ranks are processes over gloo, which inherit the interpreter's switch. As in `kernel_checks.py`, buffers hold NaN until
+they are written, and K is cut into several runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.base_model import load_model
-from scute_compile.runtime_min.model.ranks import serve_rank
+from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.step import layer as served_layer
 from scute_compile.runtime_min.step.arguments import Features, Gemm, PoolTensors, capacity_of
 from scute_compile.runtime_min.step.plan import StepRegions
@@ -28,7 +28,7 @@ from tests.support.served import Compiled, ids_of, logprobs, peft_model, relativ
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 FLOAT32 = 5e-5
-"""As in `tests/test_distributed_layers.py`."""
+"""As in `tests/runtime_min/ranks/test_served_ranks.py`."""
 WIDE, ROWS = "lora-21", "lora-on-rows"
 RECIPES = ("lora-5", "dora", WIDE, "vera")
 """Ranks that two and three ranks don't divide, and one above the wide tiles of the expand."""
@@ -49,7 +49,7 @@ def by_kernels(
     features: Sequence[int],
     exchange: Any = None,  # noqa: ANN401 - the stand-in of two functions
 ) -> torch.Tensor:
-    """What a GPU would run."""
+    """Run the kernels as on a GPU."""
     from scute_compile.runtime_min.step import launch
 
     tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
@@ -62,18 +62,18 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
     from scute_compile.runtime_min.step import launch
     from tests.runtime_min.step.kernel_checks import spread_booleans
 
-    served, ranks = serve_rank(
+    served = ServedModel.for_rank(
         load_model(base),
         max_adapters=len(recipes),
-        num_pages=4096,
-        shared_pages=256,
+        pool_bytes="8MiB",
+        shared_bytes="512KiB",
         max_num_batched_tokens=64,
         lora_sharding=LoraSharding.FULL,
         **options,
     )
     for recipe in dict.fromkeys(recipes):
-        served.load_adapter(recipe, store / recipe)
-    served.pool.ensure(recipes[::-1] if ranks.rank else recipes)  # slots differ, as in the test of the reference
+        served.load_adapter(store / recipe, adapter_name=recipe)
+    served.pool.ensure(recipes[::-1] if served.ranks.rank else recipes)  # slots differ, as in the test of the reference
     torch.use_deterministic_algorithms(mode=True)
     with (
         spread_booleans(),

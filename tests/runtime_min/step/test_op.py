@@ -96,7 +96,7 @@ def model(pair: Pair, shared_folder: Path) -> ServedModel:
     made = {name: artifact_of(name, "llama", pair, shared_folder) for name in ("lora", "dora", "vera", "oft", "ia3")}
     model = served("llama", made["lora"].base, fixed=True, max_num_batched_tokens=64, max_num_seqs=8)
     for name, one in made.items():
-        model.load_adapter(name, one.artifact)
+        model.load_adapter(one.artifact, adapter_name=name)
     return model
 
 
@@ -142,7 +142,7 @@ def test_the_served_model_is_the_adapted_model(pair: Pair, shared_folder: Path) 
         expected = adapted(input_ids=ids, adapter_names=rows).logits.detach()  # type: ignore[attr-defined] # transformers leaves it untyped
     model = served("qwen2", base)
     for name, one in made.items():
-        model.load_adapter(name, one.artifact)
+        model.load_adapter(one.artifact, adapter_name=name)
     # the same products in another order: two layers of float32 rounding on logits near 10
     assert (logits_of(model, ids, rows) - expected).abs().max() < 1e-4
 
