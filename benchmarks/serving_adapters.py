@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save, save_file
 
+import scute_compile as scute
 from scute_compile.base.shapes import ModelShape
-from scute_compile.driver.commands import compile_adapters
 from scute_compile.formats.manifest import manifest_digest, rank_file_name
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
@@ -80,9 +80,8 @@ def write_adapters(folder: Path, shape: ModelShape) -> Mapping[str, Path]:
 
 def compile_all(adapters: Mapping[str, Path], base: Path, store: Path, *, tp: int = 1) -> Mapping[str, Path]:
     """Compile the folders in bf16, and derive DoRA's artifact. Returns artifacts by name."""
-    outcomes = compile_adapters(
-        [str(path) for path in adapters.values()], str(base), Target(tp=tp, dtype=DType.BFLOAT16), store, quiet=True
-    )
+    target = Target(tp=tp, dtype=DType.BFLOAT16)
+    outcomes = scute.compile(adapters.values(), base=base, target=target, store=store).adapters
     artifacts = {}
     for name, outcome in zip(adapters, outcomes, strict=True):
         if not outcome.artifact:
