@@ -200,7 +200,7 @@ def read_packed(manager: AdapterManager, artifact: Artifact, name: str) -> Packe
     factors: dict[str, PackedFactor] = {
         factor.key: factor for packed in manager.packed_adapters().values() for factor in packed.factors
     }
-    stored, dtype = torch_dtype(artifact.manifest.dtype), manager.pool.dtype
+    stored, dtype = torch_dtype(artifact.manifest.dtype.value), manager.pool.dtype
     exact = torch.promote_types(stored, dtype) is dtype  # a wider dtype holds every value
     return read_adapter(
         artifact,

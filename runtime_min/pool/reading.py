@@ -10,9 +10,10 @@ import torch
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.artifact import Artifact, open_artifact
-from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
+from scute_compile.formats.artifact_tensors import load_factor, load_rank
 from scute_compile.formats.layout import tensor_name, term_columns
 from scute_compile.formats.manifest import Manifest, SharedWindow, SiteRecord, TermRecord
+from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.ir.expressions import Ranges, width
 from scute_compile.ir.linear import Split
 from scute_compile.ir.target import LoraSharding
@@ -115,7 +116,7 @@ def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype,
             expected=f"tp {tp}, on which this runtime runs",
             next=f"compile the adapter again with --tp {tp}",
         )
-    if TORCH_DTYPES[manifest.dtype] is not dtype and not convert:
+    if torch_dtype(manifest.dtype.value) is not dtype and not convert:
         wanted = str(dtype).removeprefix("torch.")
         fail(
             Code.SC801,

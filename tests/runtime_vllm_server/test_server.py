@@ -14,6 +14,7 @@ import torch
 
 from tests.runtime_vllm.engine_forks import connected
 from tests.runtime_vllm_server.server import Answer, Server, serving
+from tests.support.artifact_files import rank_file
 from tests.support.served import Compiled, Pair, artifact_of, ids_of, peft_model
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in a separate environment")
@@ -100,7 +101,7 @@ def _all(server: Server, names: Sequence[str]) -> dict[str, list[list[int]]]:
 
 
 def _damage(artifact: Path) -> None:
-    weights = artifact / "rank-00000-of-00001.safetensors"
+    weights = rank_file(artifact)
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)

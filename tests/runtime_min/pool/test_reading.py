@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 
 from scute_compile.diagnostics import ScuteError
 from scute_compile.formats.artifact import Artifact, open_artifact
-from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
+from scute_compile.formats.artifact_tensors import load_factor, load_rank
 from scute_compile.formats.layout import rank_layout
+from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.ir.expressions import width
 from scute_compile.runtime_min.pool.directory import DirectoryEntry, Field
 from scute_compile.runtime_min.pool.reading import read_adapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
+from tests.support.artifact_files import rank_file
 from tests.support.artifacts import Written, write_artifact
 from tests.support.commands import compiled
 
@@ -48,7 +50,7 @@ def pool_for(artifact: Artifact, *, tp: int = 1, rank: int = 0) -> ResidentPool:
         sites_of(artifact, rank),
         num_pages=2048,
         max_adapters=2,
-        dtype=TORCH_DTYPES[artifact.manifest.dtype],
+        dtype=torch_dtype(artifact.manifest.dtype.value),
         device=torch.device("cpu"),
         tp=tp,
         rank=rank,
@@ -155,7 +157,7 @@ def test_a_bad_artifact_leaves_the_pool_as_it_was(act: str, fault: str, pair: Pa
     bad = compiled(adapter, base, tmp_path / "bad", *options)
     pool = pool_for(good)
     if fault == "damaged":
-        file = bad / "rank-00000-of-00001.safetensors"
+        file = rank_file(bad)
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(bytes(data))
