@@ -1,7 +1,7 @@
-"""PEFT folders and artifacts of a real model's shapes, without the model: for benchmarks of a whole engine.
+"""Writes PEFT folders and artifacts of a real model's shapes without its weights, for benchmarks of a whole engine.
 
-LoRA, IA3, VeRA and OFT are compiled from folders against a configuration alone. DoRA's norms need weights, so its
-artifact is that of LoRA with a random `ds` at every site: the same bytes, whose values no clock sees.
+LoRA, IA3, VeRA and OFT are compiled from folders with the base's configuration alone. DoRA's norms need weights, so its
+artifact is LoRA's with a random `ds` at every site: the sizes are DoRA's, and times don't depend on the values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.drawn_adapters import sites_of
 SHARED_RANK, BLOCK = 256, 32
 PREFIX = "base_model.model."
 NOISE, STRIDE = 1 << 22, 1_000_003
-"""Random values in all, at least as many as the largest tensor has; and how far apart two tensors' values begin."""
+"""The number of random values, at least that of the largest tensor; the offset between two tensors' values."""
 _windows = count_up()
 
 
@@ -134,7 +134,7 @@ def _targets(shape: ModelShape) -> list[str]:
 
 @cache
 def _noise() -> torch.Tensor:
-    """Return `NOISE` random values, twice, of which each tensor gets a window: drawing all anew took longest."""
+    """Return `NOISE` random values twice; each tensor is a window of them, since drawing new values is slow."""
     return torch.randn(NOISE).to(torch.bfloat16).repeat(2)
 
 

@@ -9,9 +9,6 @@ knows the adapters of that step.
 
 from __future__ import annotations
 
-import inspect
-import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -20,33 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scute_compile.runtime_vllm.engine_steps import EngineSteps
 
-logger = logging.getLogger("vllm.scute")
-RUNNERS = "vllm.v1.worker.gpu_model_runner"
 STEPS = "scute_steps"
 """Attribute of vLLM's dispatcher that holds the steps of its engine."""
-
-
-def install() -> None:
-    """Hook into vLLM's choice of graphs, once per process; if vLLM lacks the hooked methods, keep one kind of graph.
-
-    Called when an engine's adapters are set up, after vLLM has loaded the class that runs its steps.
-    """
-    from vllm.v1 import cudagraph_dispatcher
-
-    dispatcher = cudagraph_dispatcher.CudagraphDispatcher
-    runner: Any = getattr(sys.modules.get(RUNNERS), "GPUModelRunner", None)
-    if hasattr(dispatcher, STEPS):
-        return
-    parameters = inspect.signature(dispatcher.dispatch).parameters
-    hooked = ("_get_lora_cases", "get_capture_descs")
-    if runner is None or not all(hasattr(dispatcher, name) for name in hooked) or "num_active_loras" not in parameters:
-        logger.info("scute: this version of vLLM has no hook for plain graphs; plain LoRA runs in the general graphs")
-        return
-    setattr(dispatcher, STEPS, None)
-    dispatcher._get_lora_cases = lora_cases(dispatcher._get_lora_cases)
-    dispatcher.get_capture_descs = capturing(dispatcher.get_capture_descs)
-    dispatcher.dispatch = dispatching(dispatcher.dispatch)
-    runner.execute_model = executing(runner.execute_model)
 
 
 def plain_case(max_loras: int) -> int:
