@@ -39,8 +39,8 @@ def check_limits(packed: PackedAdapter, options: Options, *, max_lora_rank: int,
             "an engine with room for them",
             "start the engine without SCUTE_VLLM_ROTATIONS=0",
         )
-    turned = packed.records[:, Field.R_OFFSET] >= 0
-    blocks = sorted(set(packed.records[turned, Field.R_BLOCK].tolist()) - {1})
+    turned = packed.rows[:, Field.R_OFFSET] >= 0
+    blocks = sorted(set(packed.rows[turned, Field.R_BLOCK].tolist()) - {1})
     step = values_per_granule(packed.dtype)
     odd = [block for block in blocks if block % step]
     if odd and device.type == "cuda":
@@ -55,7 +55,7 @@ def check_limits(packed: PackedAdapter, options: Options, *, max_lora_rank: int,
 def check_slots(packed: PackedAdapter, modules: Mapping[str, Module], sites: tuple[str, ...]) -> None:
     """Refuse slots at layers whose class can't take them (SC811)."""
     for number, site in enumerate(sites):
-        record = packed.records[number]
+        record = packed.rows[number]
         layer = modules[site].layer
         turned = bool(record[Field.R_OFFSET] >= 0)
         scaled = bool((record[Field.DS_OFFSET] >= 0) | (record[Field.SHIFT_OFFSET] >= 0))

@@ -36,8 +36,8 @@ class LoadedFacts:
 
     @classmethod
     def of(cls, packed: PackedAdapter) -> LoadedFacts:
-        """Read the facts off an packed's records."""
-        records = packed.records
+        """Read the facts off a packed adapter's directory rows."""
+        records = packed.rows
         turned = records[:, Field.R_OFFSET] >= 0
         touched = turned | (records[:, Field.RANK] > 0)
         touched |= (records[:, Field.DS_OFFSET] >= 0) | (records[:, Field.SHIFT_OFFSET] >= 0)
