@@ -97,7 +97,7 @@ class ContinuousBatch:
         self._capacity = Capacity(
             requests=requests,
             cache_tokens=self._whole_pages(cache_tokens),
-            max_adapters=served.pool.stats().slots,
+            max_adapters=served.pool.stats().max_adapters,
             fits=served.pool.fits,
         )
         self._lock = Lock()

@@ -20,7 +20,7 @@ FIELDS = 16
 
 
 class Field(IntEnum):
-    """Fields of the row `directory[adapter index, site]`; offsets count granules, and -1 stands for an absent tensor."""
+    """Fields of the row `directory[adapter index, site]`. Offsets count granules; -1 stands for an absent tensor."""
 
     RANK = 0
     """0 without a low-rank term."""
