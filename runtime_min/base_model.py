@@ -1,4 +1,4 @@
-"""Loading a base with transformers."""
+"""Loading of base models with transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from scute_compile.diagnostics import Code, fail
 
 
 def load_model(base: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Load a base on the CPU, with plain attention, as the class that its configuration names.
+    """Load a base on the CPU as the class that its configuration names, with eager attention.
+
+    Args:
+        base: A folder with configuration and weights.
+        dtype: The dtype that weights are converted to.
 
     Raises:
         ScuteError: SC402 when transformers can't load it.
@@ -25,7 +29,7 @@ def load_model(base: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
             named = [getattr(transformers, name, None) for name in config.architectures or ()]
             kind = next(filter(None, named), transformers.AutoModelForCausalLM)
             loaded = kind.from_pretrained(base, dtype=dtype, attn_implementation="eager")
-        except Exception as error:  # noqa: BLE001 - a damaged configuration can lead to any
+        except Exception as error:  # noqa: BLE001 - a damaged configuration can raise anything
             fail(
                 Code.SC402,
                 where=str(base),
@@ -39,7 +43,7 @@ def load_model(base: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' bars and advice out of the output for a while."""
+    """Suppress transformers' progress bars and warnings inside the block."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
-"""The operations of the runtime as plain PyTorch: what they mean, for every device and dtype.
+"""Reference operations: the meaning of every kernel as plain PyTorch, for all devices and dtypes.
 
-A kernel of the same name is tested against the function here. All of them compute in float32, or wider where the input
-is wider; `apply_site` alone rounds, once, at the end.
+Each kernel is tested against the function of its name. All compute in float32, or wider where an input is wider; only
+`apply_site` rounds, once, at the end.
 
 Shape suffixes: T tokens (any number of leading dimensions), K inputs, N outputs, R rank, G blocks, S block width.
 """
@@ -19,7 +19,7 @@ from scute_compile.ir.program import RotationKind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TermTensors:
-    """Tensors of one low-rank term; None is the identity."""
+    """Tensors of one low-rank term; None stands for the identity."""
 
     a: torch.Tensor
     """`(R, K)`."""
@@ -33,7 +33,7 @@ class TermTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteTensors:
-    """Tensors of one site, or of one rank's part of it; None is the identity."""
+    """Tensors of one site, or of one rank's part of it; None stands for the identity."""
 
     rotation: RotationKind | None = None
     delta: torch.Tensor | None = None
@@ -41,12 +41,12 @@ class SiteTensors:
     ds: torch.Tensor | None = None
     """`s - 1`: `(N,)`."""
     b: torch.Tensor | None = None
-    """`(N,)`: the shift on top of a `y` that holds the base's own bias."""
+    """`(N,)`: the shift that is added to a `y` that includes the base's bias."""
     terms: tuple[TermTensors, ...] = ()
 
 
 def wide(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype to compute in: float32, or float64 when an operand has it.
+    """Return the dtype to compute in: float32, or float64 when an operand is float64.
 
     >>> wide(torch.zeros(1, dtype=torch.bfloat16))
     torch.float32
@@ -61,15 +61,15 @@ def rotate(x_TK: torch.Tensor, dR: torch.Tensor, kind: RotationKind) -> torch.Te
     """Return the delta rows `x (R - I)`.
 
     **Semantics**: with `R - I` block-diagonal, `out[:, gS:(g+1)S] = x[:, gS:(g+1)S] @ dR[g]` for each block g, where
-    one stored block serves all; with a diagonal, `out = x * dR`.
+    one stored block is used for all; with a diagonal, `out = x * dR`.
 
     Args:
         x_TK: Inputs `(..., K)`.
         dR: `(G, S, S)` with `G S = K`, `(1, S, S)`, or `(K,)`.
-        kind: Which of these forms `dR` has.
+        kind: The form of `dR`.
 
     Returns:
-        `(..., K)`, in the wide dtype: rounding it to half precision would lose small rotations.
+        `(..., K)`, in the wide dtype; rounding to half precision would lose small rotations.
     """
     dtype = wide(x_TK, dR)
     x, delta = x_TK.to(dtype), dR.to(dtype)
@@ -88,7 +88,7 @@ def shrink(x_TK: torch.Tensor, a_RK: torch.Tensor, d_R: torch.Tensor | None = No
     Args:
         x_TK: Inputs `(..., K)`, never rotated.
         a_RK: The factor A, rank-major.
-        d_R: Slot d; None is one.
+        d_R: Slot d; None stands for ones.
 
     Returns:
         `(..., R)`, in the wide dtype.
@@ -99,14 +99,14 @@ def shrink(x_TK: torch.Tensor, a_RK: torch.Tensor, d_R: torch.Tensor | None = No
 
 
 def expand(h_TR: torch.Tensor, b_RN: torch.Tensor, e_N: torch.Tensor | None = None) -> torch.Tensor:
-    """Return what one term adds to the output.
+    """Return the contribution of one term to the output.
 
     **Semantics**: `out = (h @ b) * e`.
 
     Args:
-        h_TR: What `shrink` returned.
+        h_TR: Low-rank activations, as `shrink` returns them.
         b_RN: The factor B, rank-major.
-        e_N: Slot e; None is one.
+        e_N: Slot e; None stands for ones.
 
     Returns:
         `(..., N)`, in the wide dtype.
@@ -129,11 +129,11 @@ def apply_site(
     **Semantics**: `z = y + delta_y; out = z + z * ds + b + sum_k expand(shrink(x, a_k, d_k), b_k, e_k)`, rounded once.
 
     Args:
-        y_TN: The base layer's output for `x`, with its own bias.
+        y_TN: The base layer's output for `x`, with its bias.
         x_TK: The layer's input, not rotated.
         delta_y_TN: `rotate(x, dR) @ W`, without bias; None where the site has no R.
         tensors: The site's tensors.
-        out_dtype: Dtype of the result; None is that of `x`. Partial sums of ranks stay wide until they are added.
+        out_dtype: Dtype of the result; None for that of `x`. Ranks keep partial sums wide until these are added.
 
     Returns:
         `(..., N)` in `out_dtype`.
@@ -158,7 +158,7 @@ def add_terms(y_TN: torch.Tensor, x_TK: torch.Tensor, terms: Iterable[TermTensor
 
 
 def take(tensor: torch.Tensor, axis: int, ranges: Ranges) -> torch.Tensor:
-    """Return the entries of one axis that lie in `ranges`; a view where one range says it all."""
+    """Return the entries of one axis that lie in `ranges`; a view where there is a single range."""
     if len(ranges) == 1:
         return tensor.narrow(axis, ranges[0][0], ranges[0][1] - ranges[0][0])
     return torch.cat([tensor.narrow(axis, start, stop - start) for start, stop in ranges], axis)

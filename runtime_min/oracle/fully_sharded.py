@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scute_compile.ir.expressions import Interval, Ranges
+from scute_compile.ir.expressions import Interval
 from scute_compile.runtime_min.reference import TermTensors, expand, shrink, wide
 
 
@@ -23,12 +23,8 @@ class FullyShardedTerm:
     tensors: TermTensors
     """Column site: A `(rows, K)`, d `(rows,)`, B `(R, N)`, e `(N,)`. Row site: A `(R, K)`, d `(R,)`, B `(R, columns)`,
     e `(columns,)`. K and N are what the rank holds of the site."""
-    rank: int
-    """R, of the whole term."""
     rows: Interval | None = None
     """The interval of the term's rank that this rank computes, of a column-parallel site."""
-    shares: Ranges = ()
-    """The intervals of `rows` of all ranks."""
     columns: Interval | None = None
     """The interval of the outputs that this rank adds to, of a row-parallel site."""
 

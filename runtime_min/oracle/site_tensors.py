@@ -100,9 +100,7 @@ def _rank_site(
 def _sharded(rank: int, tensors: TermTensors, term: TermRecord) -> FullyShardedTerm:
     return FullyShardedTerm(
         tensors=tensors,
-        rank=term.rank,
         rows=None if term.rows is None else term.rows[rank],
-        shares=term.rows or (),
         columns=None if term.columns is None else term.columns[rank],
     )
 

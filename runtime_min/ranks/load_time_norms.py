@@ -1,8 +1,8 @@
-"""DoRA's scale from the shards of a base that an engine holds: the path for loading without compiling.
+"""DoRA's scale from the shards of a base that an engine holds, for adapters that are loaded without compiling.
 
-`s = m / colnorm(W + c A B)` (DoRA, arXiv:2402.09353 section 4). A column-parallel rank has all inputs of its outputs,
-and needs nobody. A row-parallel rank has some inputs of all outputs: it sums its squares, and the ranks add them up
-before the root. Compiling computes the same from the base's files (`scute_compile.pack.column_norms`).
+`s = m / colnorm(W + c A B)` (DoRA, arXiv:2402.09353 section 4). A column-parallel rank holds all inputs of its outputs
+and computes their norms alone. A row-parallel rank holds some inputs of all outputs: it sums its squares, and these are
+all-reduced before the root. The compiler computes the same from the base's files (`scute_compile.pack.column_norms`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from scute_compile.ir.linear import Split
 from scute_compile.runtime_min.ranks.group import RankGroup
 
 TILE_VALUES = 1 << 22
-"""Weights that are widened at a time: 32 MiB."""
+"""Weights that are converted to float64 at a time: 32 MiB."""
 
 
 def shard_scale(
@@ -28,16 +28,16 @@ def shard_scale(
 ) -> torch.Tensor:
     """Return DoRA's `s` for the outputs that this rank holds, `(N,)`, in float64.
 
-    On a row-parallel site every rank must call it, and gets equal bits. The artifact's slot is `s - 1`, rounded once.
+    On a row-parallel site all ranks must call it, and get equal bits. An artifact holds `s - 1`, rounded once.
 
     Args:
-        weight_NK: The rank's part of the base's weight, `(N, K)` as `nn.Linear` stores it; of a Conv1D, its transpose.
+        weight_NK: The rank's part of the base's weight, `(N, K)` as `nn.Linear` stores it; a Conv1D's is transposed.
         a_RK: The adapter's A for the rank's inputs, all R rows.
         b_RN: The adapter's B for the rank's outputs, all R rows.
         c: The adapter's scaling.
         magnitude_N: The magnitudes of the rank's outputs.
         split: How the ranks share the layer.
-        ranks: The ranks together.
+        ranks: The group.
     """
     squares = squared_norms(weight_NK, a_RK, b_RN, c)
     if split is Split.ROW:
@@ -46,7 +46,7 @@ def shard_scale(
 
 
 def squared_norms(weight_NK: torch.Tensor, a_RK: torch.Tensor, b_RN: torch.Tensor, c: float) -> torch.Tensor:
-    """Return the sum over K of `(W + c A B)^2` for each output, `(N,)`, in float64; tile by tile of the weight."""
+    """Return the sum over K of `(W + c A B)^2` for each output, `(N,)`, in float64, by tiles of the weight."""
     outputs, inputs = weight_NK.shape
     a, b = a_RK.to(torch.float64), c * b_RN.to(torch.float64)
     squares = torch.empty(outputs, dtype=torch.float64, device=weight_NK.device)

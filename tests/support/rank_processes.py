@@ -1,4 +1,4 @@
-"""Ranks as real processes over gloo: each runs one function of a test, and the first one's answer comes back."""
+"""Ranks as processes over gloo: each runs one function of a test, and returns its tensors through a file."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Work = Callable[..., Answer]
 def on_ranks(count: int, work: Work, *arguments: object) -> list[Answer]:
     """Run `work(*arguments)` on `count` ranks of a process group and return every rank's tensors.
 
-    `work` must be importable. The processes meet in a file, so that no port is taken.
+    `work` must be importable. The processes find each other through a file, so that no port is used.
     """
-    if ROOT not in sys.path:  # ranks take the path from here; `python -m pytest` has the root on it, `pytest` has not
+    if ROOT not in sys.path:  # ranks inherit it; `pytest` alone doesn't put the root on it
         sys.path.append(ROOT)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        # a server that has imported what ranks need once, and forks them before it has threads
+        # the server imports these modules once, and forks ranks before it starts threads
         set_forkserver_preload(PRELOADED)
         start_processes(  # type: ignore[no-untyped-call] # torch leaves it unannotated
             _begin, (count, folder, work, arguments), nprocs=count, start_method="forkserver"
@@ -44,7 +44,7 @@ def on_ranks(count: int, work: Work, *arguments: object) -> list[Answer]:
 def _begin(rank: int, count: int, folder: Path, work: Work, arguments: tuple[object, ...]) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=count)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=count)
     try:
         answer = work(*arguments)
     finally:

@@ -1,4 +1,4 @@
-"""Models that serve compiled adapters, and what PEFT says of the same rows."""
+"""Tiny served models, compiled adapters, and PEFT's answers for the same rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _compile(adapter: Path, base: Path, store: Path, *options: object) -> None:
 
 
 def served(base: str, folder: Path, **options: object) -> ServedModel:
-    """A tiny base in float32, ready for adapters."""
+    """Return a tiny base in float32 as a served model."""
     chosen: dict[str, Any] = {
         "max_adapters": 12,
         "pool_bytes": "8MiB",
@@ -54,7 +54,7 @@ def served(base: str, folder: Path, **options: object) -> ServedModel:
 
 
 def peft_model(base: str, chosen: Compiled) -> Any:  # noqa: ANN401 - PEFT's class, unannotated
-    """The base with the adapter as PEFT puts it on."""
+    """Return the base with the adapter as PEFT applies it."""
     model = load_base(base, chosen.base)
     names = {name: name for name in linear_layers(model)}
     adapter, manifest = open_adapter(str(chosen.adapter)), open_artifact(chosen.artifact).manifest
@@ -62,23 +62,23 @@ def peft_model(base: str, chosen: Compiled) -> Any:  # noqa: ANN401 - PEFT's cla
 
 
 def ids_of(rows: int, length: int, *, seed: int = 0) -> torch.Tensor:
-    """Random tokens of the tiny vocabulary, none of which ends a sequence."""
+    """Return random tokens of the tiny vocabulary, none of which ends a sequence."""
     return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def logprobs(model: Callable[..., Any], ids: torch.Tensor, **options: object) -> torch.Tensor:
-    """Log-probabilities of all tokens of the vocabulary."""
+    """Return log-probabilities of all tokens of the vocabulary."""
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, **options).logits
     return torch.log_softmax(logits.float(), -1)
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor, base: torch.Tensor) -> float:
-    """Mean error of log-probabilities over the mean effect of the adapter."""
+    """Return the mean error of log-probabilities over the mean effect of the adapter."""
     return ((ours - theirs).abs().mean() / (theirs - base).abs().mean()).item()
 
 
-def logits_of(model: ServedModel, ids: torch.Tensor, adapters: Sequence[str | None]) -> torch.Tensor:
-    """Logits of one batch."""
-    out: torch.Tensor = model.forward(ids, adapter_names=adapters).logits
+def logits_of(model: ServedModel, ids: torch.Tensor, adapter_names: Sequence[str | None]) -> torch.Tensor:
+    """Return the logits of one batch."""
+    out: torch.Tensor = model.forward(ids, adapter_names=adapter_names).logits
     return out

@@ -30,8 +30,8 @@ def test_the_public_names_are_the_classes() -> None:
     assert set(PUBLIC) <= set(dir(runtime))
     for name, module in PUBLIC.items():
         assert getattr(runtime, name).__module__ == module
-    with pytest.raises(AttributeError, match="no attribute 'RankModel'"):
-        _ = runtime.RankModel
+    with pytest.raises(AttributeError, match="no attribute 'AdaptedModel'"):
+        _ = runtime.AdaptedModel
 
 
 def test_importing_the_runtime_imports_no_torch_until_a_name_is_used(tmp_path: Path) -> None:

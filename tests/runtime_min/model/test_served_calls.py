@@ -1,4 +1,4 @@
-"""Calls of a served model that can't be right are refused before anything runs; one that breaks holds nothing."""
+"""Invalid calls of a served model are refused before anything runs; a call that raises releases its adapters."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def made(pair: Pair, shared_folder: Path) -> dict[str, Compiled]:
 @pytest.fixture
 def model(made: dict[str, Compiled]) -> ServedModel:
     loaded = served("llama", made["lora"].base)
-    for name, one in made.items():
-        loaded.load_adapter(one.artifact, adapter_name=name)
+    for name, chosen in made.items():
+        loaded.load_adapter(chosen.artifact, adapter_name=name)
     return loaded
 
 
@@ -36,8 +36,8 @@ def refused(act: Callable[[], object], says: str, *, code: str = "SC703") -> Non
     assert error.value.diagnostics[0].code.name == code
 
 
-def holds_nothing(model: ServedModel, before: torch.Tensor) -> None:
-    """No adapter is held, the model itself is the base, and the next batch is as before."""
+def assert_released(model: ServedModel, before: torch.Tensor) -> None:
+    """Check that no adapter is held, that the model itself is the base, and that the next batch is as before."""
     for name in model.pool.resident:
         model.pool.evict(name)
     assert not any(layer.active for layer in model.layers.values())
@@ -46,7 +46,7 @@ def holds_nothing(model: ServedModel, before: torch.Tensor) -> None:
 
 
 class Streamer:
-    """Does something at the third token."""
+    """Calls `act` at the third token."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.act, self.seen = act, 0
@@ -80,13 +80,13 @@ def test_ids_of_another_form_are_refused(ids: Any, says: str, model: ServedModel
     before = logits_of(model, ids_of(2, 6), ROWS)
     refused(lambda: model.forward(ids, adapter_names=ROWS), says)
     refused(lambda: model.generate(ids, adapter_names=ROWS, max_new_tokens=2), says)
-    holds_nothing(model, before)
+    assert_released(model, before)
 
 
-@pytest.mark.parametrize("adapters", ["lo", [["lora"], "oft"], [1, None]])
-def test_names_of_another_form_are_refused(adapters: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
-    refused(lambda: model.forward(ids_of(2, 6), adapter_names=adapters), "name")
-    refused(lambda: model.step(adapters, [3, 3]).__enter__(), "name")
+@pytest.mark.parametrize("names", ["lo", [["lora"], "oft"], [1, None]])
+def test_names_of_another_form_are_refused(names: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
+    refused(lambda: model.forward(ids_of(2, 6), adapter_names=names), "name")
+    refused(lambda: model.step(names, [3, 3]).__enter__(), "name")
 
 
 def test_pefts_name_of_the_base_is_the_base(model: ServedModel) -> None:
@@ -98,12 +98,12 @@ def test_pefts_name_of_the_base_is_the_base(model: ServedModel) -> None:
         assert not any(layer.active for layer in model.layers.values())
 
 
-def test_the_name_of_the_base_is_no_adapters(model: ServedModel, made: dict[str, Compiled]) -> None:
+def test_no_adapter_is_loaded_under_the_bases_name(model: ServedModel, made: dict[str, Compiled]) -> None:
     refused(lambda: model.load_adapter(made["lora"].artifact, adapter_name="__base__"), "stands for the base")
     assert model.adapters == ROWS
 
 
-def test_a_call_that_breaks_holds_no_adapter(model: ServedModel) -> None:
+def test_a_call_that_raises_releases_its_adapters(model: ServedModel) -> None:
     before = logits_of(model, ids_of(2, 6), ROWS)
 
     def fault() -> None:
@@ -111,7 +111,7 @@ def test_a_call_that_breaks_holds_no_adapter(model: ServedModel) -> None:
 
     with pytest.raises(KeyError, match="own"):
         generated(model, Streamer(fault))
-    holds_nothing(model, before)
+    assert_released(model, before)
 
     def breaks(*_: object) -> None:
         raise IndexError("of a layer's")
@@ -120,10 +120,10 @@ def test_a_call_that_breaks_holds_no_adapter(model: ServedModel) -> None:
     with pytest.raises(IndexError, match="of a layer's"):
         model.generate(ids_of(2, 6), adapter_names=ROWS, max_new_tokens=2)
     hook.remove()
-    holds_nothing(model, before)
+    assert_released(model, before)
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.generate(ids_of(2, 6), adapter_names=ROWS, max_new_tokens=0)
-    holds_nothing(model, before)
+    assert_released(model, before)
 
 
 def test_a_call_inside_another_is_refused_and_the_outer_one_goes_on(model: ServedModel) -> None:
@@ -143,7 +143,7 @@ def test_a_call_inside_another_is_refused_and_the_outer_one_goes_on(model: Serve
         assert torch.equal(model.model(input_ids=ids_of(1, 3)).logits, alone)
 
 
-def test_adapters_come_and_go_while_a_call_runs_and_its_rows_stay(
+def test_adapters_are_loaded_and_replaced_while_a_call_runs_and_its_rows_stay(
     model: ServedModel, pair: Pair, shared_folder: Path
 ) -> None:
     expected = generated(model)
@@ -160,8 +160,8 @@ def test_adapters_come_and_go_while_a_call_runs_and_its_rows_stay(
     assert model.adapters == ("oft",)
 
 
-def test_a_model_that_was_given_back_serves_no_more(model: ServedModel, made: dict[str, Compiled]) -> None:
-    """Its rows would all be the base's, without a word."""
+def test_a_removed_model_refuses_calls(model: ServedModel, made: dict[str, Compiled]) -> None:
+    """All rows would silently be the base's."""
     model.remove()
     refused(lambda: logits_of(model, ids_of(1, 3), ["lora"]), "after `remove`")
     refused(lambda: model.step(["lora"], [3]).__enter__(), "after `remove`")
@@ -170,28 +170,28 @@ def test_a_model_that_was_given_back_serves_no_more(model: ServedModel, made: di
     model.remove()
 
 
-def test_two_models_of_one_process_know_nothing_of_each_other(made: dict[str, Compiled]) -> None:
+def test_two_models_of_one_process_are_independent(made: dict[str, Compiled]) -> None:
     base = made["lora"].base
     first, second = served("llama", base), served("llama", base)
     first.load_adapter(made["lora"].artifact, adapter_name="tenant")
     second.load_adapter(made["oft"].artifact, adapter_name="tenant")
     ids = ids_of(1, 6)
-    one, two = logits_of(first, ids, ["tenant"]), logits_of(second, ids, ["tenant"])
-    assert not torch.equal(one, two)
+    of_first, of_second = logits_of(first, ids, ["tenant"]), logits_of(second, ids, ["tenant"])
+    assert not torch.equal(of_first, of_second)
     with first.step(["tenant"], [6]), second.step(["tenant"], [6]), torch.no_grad():
-        assert torch.equal(second.model(input_ids=ids).logits, two)
-        assert torch.equal(first.model(input_ids=ids).logits, one)
+        assert torch.equal(second.model(input_ids=ids).logits, of_second)
+        assert torch.equal(first.model(input_ids=ids).logits, of_first)
 
 
 def test_a_model_is_wrapped_once(made: dict[str, Compiled]) -> None:
-    one = load_base("llama", made["lora"].base)
-    first = ServedModel(one, max_adapters=2, pool_bytes="1MiB", shared_bytes="32KiB")
-    refused(lambda: ServedModel(one, max_adapters=2, pool_bytes="1MiB", shared_bytes="32KiB"), "another ServedModel")
+    model = load_base("llama", made["lora"].base)
+    first = ServedModel(model, max_adapters=2, pool_bytes="1MiB", shared_bytes="32KiB")
+    refused(lambda: ServedModel(model, max_adapters=2, pool_bytes="1MiB", shared_bytes="32KiB"), "another ServedModel")
     first.remove()
-    second = ServedModel(one, max_adapters=2, pool_bytes="1MiB", shared_bytes="32KiB")
+    second = ServedModel(model, max_adapters=2, pool_bytes="1MiB", shared_bytes="32KiB")
     second.load_adapter(made["lora"].artifact, adapter_name="lora")
-    first.remove()  # a second time: what the other one serves stays
-    assert any(layer is module for layer in second.layers.values() for module in one.modules())
+    first.remove()  # a second call changes nothing
+    assert any(layer is module for layer in second.layers.values() for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -236,17 +236,17 @@ def test_a_pool_that_no_memory_holds_is_refused(sizes: dict[str, Any], made: dic
 
 
 @pytest.mark.parametrize("counts", [[2.0, 3], ["2", 3], [None, 3], [True, 3]])
-def test_steps_of_no_number_of_tokens_are_refused(counts: list[Any], model: ServedModel) -> None:
+def test_steps_with_invalid_token_counts_are_refused(counts: list[Any], model: ServedModel) -> None:
     refused(lambda: model.step(["lora", "oft"], counts).__enter__(), "at least one token")
 
 
 @pytest.mark.parametrize("source", [None, 7, b"store"])
-def test_what_is_no_artifact_is_refused(source: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
+def test_a_source_that_is_no_artifact_is_refused(source: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
     refused(lambda: model.load_adapter(source, adapter_name="new"), "scute compile")
     assert "new" not in model.adapters
 
 
-def test_guidance_beside_adapters_is_refused_by_its_name(model: ServedModel) -> None:
+def test_guidance_with_adapters_is_refused(model: ServedModel) -> None:
     ids = ids_of(2, 4)
     refused(
         lambda: model.generate(ids, adapter_names=["lora", None], guidance_scale=2.0, max_new_tokens=2),

@@ -1,4 +1,4 @@
-"""A served model gives each row of one batch what PEFT gives it; adapters come and go, and faults harm no other."""
+"""Each row of a batch is what PEFT gives it; adapters are loaded and removed between calls; refusals change nothing."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def make(pair: Pair, shared_folder: Path) -> Make:
 def loaded(base: str, recipes: tuple[str, ...], make: Make, **options: object) -> tuple[ServedModel, list[Compiled]]:
     made = [make(recipe, base) for recipe in recipes]
     model = served(base, made[0].base, **options)
-    for recipe, one in zip(recipes, made, strict=True):
-        model.load_adapter(one.artifact, adapter_name=recipe)
+    for recipe, chosen in zip(recipes, made, strict=True):
+        model.load_adapter(chosen.artifact, adapter_name=recipe)
     return model, made
 
 
@@ -62,8 +62,8 @@ def test_every_row_of_one_mixed_batch_is_what_peft_gives_it(base: str, recipes: 
     plain = logprobs(load_base(base, made[0].base), ids)
     ours = torch.log_softmax(logits_of(model, ids, [*recipes, None]), -1)
     assert torch.equal(ours[-1], plain[-1])
-    for row, one in enumerate(made):
-        theirs = logprobs(peft_model(base, one), ids[row : row + 1])[0]
+    for row, chosen in enumerate(made):
+        theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
         assert relative_error(ours[row], theirs, plain[row]) < FLOAT32, recipes[row]
 
 
@@ -80,8 +80,8 @@ def test_generate_gives_each_row_the_tokens_that_peft_generates(make: Make) -> N
     ours = greedy(model.generate, ids, adapter_names=[*recipes, None])
     plain: Any = load_base("llama", made[0].base)
     assert torch.equal(ours[-1:], greedy(plain.generate, ids[-1:]))
-    for row, one in enumerate(made):
-        theirs = greedy(peft_model("llama", one).base_model.model.generate, ids[row : row + 1])
+    for row, chosen in enumerate(made):
+        theirs = greedy(peft_model("llama", chosen).base_model.model.generate, ids[row : row + 1])
         assert torch.equal(ours[row : row + 1], theirs), recipes[row]
     assert len({tuple(row.tolist()) for row in ours}) > len(recipes) / 2
 
@@ -101,12 +101,12 @@ def test_beams_follow_the_adapter_of_their_row(make: Make) -> None:
     model, made = loaded("llama", ("lora", "dora"), make)
     ids = ids_of(2, 5)
     ours = greedy(model.generate, ids, adapter_names=["dora", "lora"], num_beams=3)
-    for row, one in enumerate(reversed(made)):
-        theirs = greedy(peft_model("llama", one).base_model.model.generate, ids[row : row + 1], num_beams=3)
+    for row, chosen in enumerate(reversed(made)):
+        theirs = greedy(peft_model("llama", chosen).base_model.model.generate, ids[row : row + 1], num_beams=3)
         assert torch.equal(ours[row : row + 1], theirs)
 
 
-def test_adapters_come_and_go_between_calls(make: Make) -> None:
+def test_adapters_are_loaded_replaced_and_removed_between_calls(make: Make) -> None:
     model, made = loaded("llama", ("lora",), make)
     ids = ids_of(2, 6)
     first = logits_of(model, ids, ["lora", None])
@@ -121,7 +121,7 @@ def test_adapters_come_and_go_between_calls(make: Make) -> None:
     assert torch.equal(logits_of(model, ids, ["oft", None])[0], first[0])
 
 
-def test_more_adapters_than_slots_take_turns(make: Make) -> None:
+def test_more_adapters_than_the_device_holds_are_swapped(make: Make) -> None:
     recipes = ("lora", "dora", "ia3", "vera", "oft")
     model, _ = loaded("llama", recipes, make, max_adapters=2)
     ids = ids_of(1, 5)
@@ -136,7 +136,7 @@ def test_layers_that_no_adapter_of_the_batch_touches_run_plainly(make: Make) -> 
     active = {}
     for recipe in ("ia3", "lora-one-layer", None):
         with model.step([recipe], [5]):
-            active[recipe] = {name for name, one in model.layers.items() if one.active}
+            active[recipe] = {name for name, chosen in model.layers.items() if chosen.active}
     assert active["ia3"] == {
         f"model.layers.{n}.{name}" for n in range(2) for name in ("self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj")
     }
@@ -151,37 +151,37 @@ def test_the_model_itself_stays_the_base(make: Make) -> None:
     assert torch.equal(logprobs(model.model, ids), logprobs(load_base("llama", made[0].base), ids))
 
 
-def test_a_loop_of_ones_own_gives_sequences_of_any_length_their_adapters(make: Make) -> None:
+def test_a_step_gives_sequences_of_any_length_their_adapters(make: Make) -> None:
     model, _ = loaded("llama", ("lora", "oft"), make)
-    one, two = ids_of(1, 3), ids_of(1, 5, seed=1)
+    short, long = ids_of(1, 3), ids_of(1, 5, seed=1)
     seen: list[torch.Tensor] = []
     name = "model.layers.0.self_attn.q_proj"
     model.layers[name].register_forward_hook(lambda _, __, y: seen.append(y[0]))
-    logits_of(model, one, ["lora"])
-    logits_of(model, two, ["oft"])
+    logits_of(model, short, ["lora"])
+    logits_of(model, long, ["oft"])
     with model.step(["lora", "oft"], [3, 5]), torch.no_grad():
-        model.model(input_ids=torch.cat([one, two], 1))
+        model.model(input_ids=torch.cat([short, long], 1))
     assert torch.allclose(seen[2], torch.cat(seen[:2]), atol=1e-5)
 
 
-def test_the_model_is_given_back_with_its_names(make: Make) -> None:
-    one = make("lora", "gpt2")
-    plain = load_base("gpt2", one.base)
+def test_remove_puts_the_layers_back_under_their_names(make: Make) -> None:
+    chosen = make("lora", "gpt2")
+    plain = load_base("gpt2", chosen.base)
     names = list(plain.state_dict())
     ids = ids_of(2, 5)
     before = logprobs(plain, ids)
-    with served("gpt2", one.base) as model:
+    with served("gpt2", chosen.base) as model:
         assert list(model.model.state_dict()) == names
-        model.load_adapter(one.artifact, adapter_name="lora")
+        model.load_adapter(chosen.artifact, adapter_name="lora")
         assert (torch.log_softmax(logits_of(model, ids, ["lora", None]), -1)[0] - before[0]).abs().max() > 0.1
         inside = model.model
     assert torch.equal(logprobs(inside, ids), before)
     assert not any("Served" in type(module).__name__ for module in inside.modules())
 
 
-def test_the_weights_of_a_conv1d_are_held_once(make: Make) -> None:
-    one = make("lora", "gpt2")
-    model = served("gpt2", one.base)
+def test_the_weights_of_a_conv1d_are_not_copied(make: Make) -> None:
+    chosen = make("lora", "gpt2")
+    model = served("gpt2", chosen.base)
     layer = model.layers["transformer.h.0.attn.c_attn"]
     assert layer.weight_NK.data_ptr() == layer.weight.data_ptr()  # type: ignore[operator] # a module attribute
     assert tuple(layer.weight_NK.shape) == (192, 64)
@@ -213,7 +213,7 @@ def test_a_half_precision_model_serves_half_precision_artifacts(make: Make, pair
 
 
 def assert_harmless(model: ServedModel, code: str, says: str, act: Callable[[], object]) -> None:
-    """The act is refused with a code, and rows of the adapter `lora` and of the base are as before, to the bit."""
+    """`act` is refused with a code, and rows of the adapter `lora` and of the base stay bit-identical."""
     ids = ids_of(2, 6)
     before, names = logits_of(model, ids, ["lora", None]), model.adapters
     with pytest.raises(ScuteError, match=says) as refused:
@@ -242,7 +242,7 @@ def test_an_artifact_for_other_ranks_is_refused(make: Make, pair: Pair, shared_f
     assert_harmless(model, "SC801", "tp 2", lambda: model.load_adapter(cut.artifact, adapter_name="cut"))
 
 
-def test_ids_that_are_not_loaded_are_named(make: Make) -> None:
+def test_names_that_are_not_loaded_are_refused(make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     ids = ids_of(2, 4)
     assert_harmless(model, "SC802", "nobody", lambda: logits_of(model, ids, ["lora", "nobody"]))
@@ -299,20 +299,20 @@ def test_tokens_that_the_model_does_not_have_are_refused(tokens: torch.Tensor, m
     assert_harmless(model, "SC703", "from 0 to 127", lambda: model.generate(tokens, adapter_names=["lora"]))
 
 
-@pytest.mark.parametrize("adapters", [{"lora"}, {"lora": 1}, None, "l"])
-def test_rows_want_an_order(adapters: object, make: Make) -> None:
+@pytest.mark.parametrize("names", [{"lora"}, {"lora": 1}, None, "l"])
+def test_adapter_names_without_an_order_are_refused(names: object, make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
-    assert_harmless(model, "SC703", "a list or tuple", lambda: model.forward(ids_of(1, 2), adapter_names=adapters))  # type: ignore[arg-type] # wrong on purpose
+    assert_harmless(model, "SC703", "a list or tuple", lambda: model.forward(ids_of(1, 2), adapter_names=names))  # type: ignore[arg-type] # wrong on purpose
 
 
 @pytest.mark.parametrize("name", [None, 7, ""])
-def test_what_is_no_name_is_refused(name: object, make: Make) -> None:
+def test_an_adapter_is_not_loaded_under_what_is_no_name(name: object, make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     artifact = make("oft", "llama").artifact
     assert_harmless(model, "SC703", "a text", lambda: model.load_adapter(artifact, adapter_name=name))  # type: ignore[arg-type] # likewise
 
 
-def test_ids_that_do_not_fit_the_batch_are_refused(make: Make) -> None:
+def test_another_number_of_names_than_rows_is_refused(make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     assert_harmless(model, "SC703", "3 adapter names for 4 rows", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 3))
     assert_harmless(model, "SC703", "2 adapter names for 4", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 2))

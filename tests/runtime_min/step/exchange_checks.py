@@ -1,7 +1,7 @@
-"""The kernels of several ranks, under Triton's interpreter; `test_kernels.py` runs this file in its own process.
+"""The kernels of several ranks, under Triton's interpreter; `test_kernels.py` runs this file in a process of its own.
 
-Ranks are processes over gloo, which inherit the interpreter's switch. As in `kernel_checks.py` buffers that
-nothing wrote hold NaN, and K is cut in several runs.
+Ranks are processes over gloo, which inherit the interpreter's switch. As in `kernel_checks.py`, buffers hold NaN until
+they are written, and K is cut into several runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.served import Compiled, ids_of, logprobs, peft_model, relativ
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 FLOAT32 = 5e-5
-"""As in `tests/runtime_min/ranks/test_rank_processes.py`."""
+"""As in `tests/runtime_min/ranks/test_served_ranks.py`."""
 WIDE, ROWS = "lora-21", "lora-on-rows"
 RECIPES = ("lora-5", "dora", WIDE, "vera")
 """Ranks that two and three ranks don't divide, and one above the wide tiles of the expand."""
@@ -49,7 +49,7 @@ def by_kernels(
     features: Sequence[int],
     exchange: Any = None,  # noqa: ANN401 - the stand-in of two functions
 ) -> torch.Tensor:
-    """What a GPU would run."""
+    """Run the kernels as on a GPU."""
     from scute_compile.runtime_min.step import launch
 
     tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
