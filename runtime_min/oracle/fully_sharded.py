@@ -38,7 +38,7 @@ class FullyShardedTerm:
 def shrink_part(x_TK: torch.Tensor, term: FullyShardedTerm) -> torch.Tensor:
     """Return this rank's part of the intermediate.
 
-    **Semantics**: column site, `(x @ a.T) * d`, `(..., rows)`; row site, `x @ a.T`, `(..., R)`, summed over ranks later.
+    **Semantics**: column site, `(x @ a.T) * d`, `(..., rows)`; row site, `x @ a.T`, `(..., R)`, a partial sum.
 
     Args:
         x_TK: The rank's part of the layer's input.
