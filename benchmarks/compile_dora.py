@@ -145,8 +145,10 @@ def cat(base: Path) -> None:
 
 def compile_once(base: Path, adapter: Path) -> None:
     """Compile into a fresh store, as `scute compile` does it after its imports."""
+    from scute_compile.driver.bases import open_model
+    from scute_compile.driver.packing import compile_planned
     from scute_compile.ir.target import Target
-    from scute_compile.pipeline import compile_planned, open_model, plan
+    from scute_compile.pipeline import plan
 
     with tempfile.TemporaryDirectory(dir=base.parent) as store:
         opened = open_model(str(base), weights=True)
@@ -158,10 +160,11 @@ def compile_once(base: Path, adapter: Path) -> None:
 
 def norms_alone(base: Path, adapter: Path) -> Callable[[], object]:
     """Return the compiler's streaming of all column norms, the base opened and the adapter planned before."""
+    from scute_compile.driver.bases import open_model
     from scute_compile.ir.dtypes import DType
     from scute_compile.ir.target import Target
     from scute_compile.pack.pack import Package, read_norms
-    from scute_compile.pipeline import open_model, plan
+    from scute_compile.pipeline import plan
 
     opened = open_model(str(base), weights=True)
     planned = plan(str(adapter), opened, Target())

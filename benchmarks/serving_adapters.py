@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from scute_compile.base.shapes import ModelShape
 from scute_compile.driver.commands import compile_adapters
 from scute_compile.formats.manifest import manifest_digest
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
-from tests.support.drawn_adapters import Shape, sites_of
+from tests.support.drawn_adapters import sites_of
 
 SHARED_RANK, BLOCK = 256, 32
 PREFIX = "base_model.model."
@@ -32,18 +33,19 @@ NOISE, STRIDE = 1 << 22, 1_000_003
 _windows = count_up()
 
 
-def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32000) -> Path:
+def write_config(folder: Path, shape: ModelShape, *, heads: int, vocabulary: int = 32000) -> Path:
     """Write a Llama configuration with no weights."""
     folder.mkdir(parents=True, exist_ok=True)
+    hidden, kv = shape.projection("q_proj").inputs, shape.projection("k_proj").outputs
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
+        "hidden_size": hidden,
+        "intermediate_size": shape.projection("up_proj").outputs,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": heads,
-        "head_dim": shape.hidden // heads,
-        "num_key_value_heads": shape.keys * heads // shape.hidden,
+        "head_dim": hidden // heads,
+        "num_key_value_heads": kv * heads // hidden,
         "vocab_size": vocabulary,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
@@ -59,7 +61,7 @@ def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32
     return folder
 
 
-def write_adapters(folder: Path, shape: Shape) -> Mapping[str, Path]:
+def write_adapters(folder: Path, shape: ModelShape) -> Mapping[str, Path]:
     """Write one PEFT folder per method, and a LoRA of rank 64."""
     made = {
         "lora": _lora(shape, 16),
@@ -125,7 +127,7 @@ def _config(method: str, targets: list[str], **fields: object) -> dict[str, Any]
     }
 
 
-def _targets(shape: Shape) -> list[str]:
+def _targets(shape: ModelShape) -> list[str]:
     return sorted({site.name.rsplit(".", 1)[1] for site in sites_of(shape)})
 
 
@@ -141,7 +143,7 @@ def _drawn(*shape: int, scale: float) -> torch.Tensor:
     return _noise()[first : first + count].view(shape) * scale
 
 
-def _lora(shape: Shape, rank: int) -> Folder:
+def _lora(shape: ModelShape, rank: int) -> Folder:
     tensors = {}
     for site in sites_of(shape):
         tensors[f"{PREFIX}{site.name}.lora_A.weight"] = _drawn(rank, site.in_features, scale=site.in_features**-0.5)
@@ -149,7 +151,7 @@ def _lora(shape: Shape, rank: int) -> Folder:
     return _config("LORA", _targets(shape), r=rank, lora_alpha=rank), tensors
 
 
-def _ia3(shape: Shape) -> Folder:
+def _ia3(shape: ModelShape) -> Folder:
     chosen = {"k_proj": True, "v_proj": True, "down_proj": False}
     tensors = {}
     for site in sites_of(shape):
@@ -160,7 +162,7 @@ def _ia3(shape: Shape) -> Folder:
     return _config("IA3", list(chosen), feedforward_modules=["down_proj"]), tensors
 
 
-def _vera(shape: Shape) -> Folder:
+def _vera(shape: ModelShape) -> Folder:
     sites = sites_of(shape)
     tensors = {
         "base_model.vera_A": _drawn(SHARED_RANK, max(site.in_features for site in sites), scale=0.01),
@@ -172,7 +174,7 @@ def _vera(shape: Shape) -> Folder:
     return _config("VERA", _targets(shape), r=SHARED_RANK, save_projection=True, projection_prng_key=0), tensors
 
 
-def _oft(shape: Shape) -> Folder:
+def _oft(shape: ModelShape) -> Folder:
     tensors = {
         f"{PREFIX}{site.name}.oft_R.weight": _drawn(site.in_features // BLOCK, BLOCK * (BLOCK - 1) // 2, scale=0.01)
         for site in sites_of(shape)

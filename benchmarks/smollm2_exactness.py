@@ -29,9 +29,11 @@ import transformers
 from peft import AdaLoraConfig, IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 
 from scute_compile.diagnostics import ScuteError
+from scute_compile.driver.bases import open_model
+from scute_compile.driver.packing import compile_planned
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
-from scute_compile.pipeline import compile_planned, open_model, plan
+from scute_compile.pipeline import plan
 from scute_compile.runtime_min.oracle.verification import verify
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -18,13 +18,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.drawn_adapters import LLAMA_8B, Shape
+from scute_compile.base.shapes import SHAPES as MODEL_SHAPES
+from scute_compile.base.shapes import ModelShape, gated_shape
 
-SHAPES = {"llama-3.1-8b": (LLAMA_8B, 32), "tiny": (Shape(hidden=128, keys=64, inner=256, layers=2), 4)}
+SHAPES = {
+    "llama-3.1-8b": (MODEL_SHAPES["llama-3.1-8b"], 32),
+    "tiny": (gated_shape("tiny", layers=2, hidden=128, kv=64, mlp=256), 4),
+}
 MIXED = ("lora", "dora", "ia3", "vera", "oft")
 WITHOUT_VERA = ("lora", "dora", "ia3", "oft")
 
@@ -130,11 +134,10 @@ def run_engines(chosen: argparse.Namespace, numbers: Sequence[int], gpu: int) ->
     return rows
 
 
-def shape_of(chosen: argparse.Namespace) -> tuple[Shape, int]:
+def shape_of(chosen: argparse.Namespace) -> tuple[ModelShape, int]:
     """Return the model's sizes and its heads."""
     shape, heads = SHAPES[chosen.shape]
-    layers = chosen.layers or shape.layers
-    return Shape(hidden=shape.hidden, keys=shape.keys, inner=shape.inner, layers=layers), heads
+    return replace(shape, layers=chosen.layers or shape.layers), heads
 
 
 def prepare(chosen: argparse.Namespace) -> None:

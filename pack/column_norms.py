@@ -19,7 +19,6 @@ import torch
 
 from scute_compile.ir.expressions import ColumnNorm, Expression
 from scute_compile.pack.evaluate import Array
-from scute_compile.passes.scale import NormPlan, plan_norm
 
 CANCELLING = 4.0
 """`|c A B| / |W + c A B|` of a column above which float32 is too coarse: its products err by about 1e-7 of `c A B`."""
@@ -37,9 +36,9 @@ class NormRequest:
     norm: ColumnNorm
 
 
-ReadTiles = Callable[[NormPlan], Iterator[torch.Tensor]]
-"""Yields a weight's tiles as the plan orders them, `(rows, row_width)`, in the dtype they are stored in; each may lie
-where the one before it lay."""
+ReadTiles = Callable[[ColumnNorm], Iterator[torch.Tensor]]
+"""Yields the tiles of a norm's weight in order, `(rows, row_width)`, in their stored dtype; each tile may overwrite the
+previous one."""
 Evaluate = Callable[[int, Expression], Array]
 """Owner and a small expression over its file tensors -> value."""
 
@@ -94,7 +93,7 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
 def _weight_norms(
     read_tiles: ReadTiles, evaluate: Evaluate, wanted: list[NormRequest]
 ) -> list[npt.NDArray[np.float64]]:
-    plan = plan_norm(wanted[0].norm)
+    plan = wanted[0].norm  # all of them have the same tiles, which depend on the weight's shape alone
     factors = [_Factors.of(request, evaluate) for request in wanted]
     if wanted[0].norm.transposed:
         return [total.numpy() for total in _transposed_norms(plan, factors, read_tiles)]
@@ -129,11 +128,12 @@ class _Factors:
         return ((b @ (a @ a.T)) * b).sum(1).clamp(min=0).sqrt()
 
 
-def _row_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
+def _row_norms(plan: ColumnNorm, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
     """Rows are outputs: each tile finishes its rows; products in float32, and sums as far as one run."""
-    totals = [torch.empty(plan.rows, dtype=torch.float64) for _ in factors]
+    totals = [torch.empty(plan.shape[0], dtype=torch.float64) for _ in factors]
     narrow = [tuple(x.float() for x in factor.exact()) for factor in factors]
-    sums, run = torch.empty(plan.rows_per_tile, plan.row_width), math.gcd(plan.row_width, RUN)
+    row_width = plan.weight.shape[1]
+    sums, run = torch.empty(plan.tile_rows, row_width), math.gcd(row_width, RUN)
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         for total, (a, b) in zip(totals, narrow, strict=True):
             columns = sums[: stop - start].copy_(tile).addmm_(b[start:stop], a)
@@ -143,7 +143,7 @@ def _row_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -
 
 
 def _correct(
-    total: torch.Tensor, cancelling: torch.Tensor, plan: NormPlan, factor: _Factors, read_tiles: ReadTiles
+    total: torch.Tensor, cancelling: torch.Tensor, plan: ColumnNorm, factor: _Factors, read_tiles: ReadTiles
 ) -> None:
     """Compute the norms of cancelling columns again, in float64: an unusual adapter's weight is read a second time."""
     a, b = factor.exact()
@@ -153,11 +153,11 @@ def _correct(
         total[start:stop][chosen] = torch.linalg.vector_norm(exact, dim=1)
 
 
-def _transposed_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
+def _transposed_norms(plan: ColumnNorm, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
     """Rows are inputs (Conv1D): squares add up over the tiles, in float64, always in the same order."""
-    totals = [torch.zeros(plan.row_width, dtype=torch.float64) for _ in factors]
+    totals = [torch.zeros(plan.shape[0], dtype=torch.float64) for _ in factors]
     exact = [factor.exact() for factor in factors]
-    sums = torch.empty(plan.rows_per_tile, plan.row_width, dtype=torch.float64)
+    sums = torch.empty(plan.tile_rows, plan.weight.shape[1], dtype=torch.float64)
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         for total, (a, b) in zip(totals, exact, strict=True):
             entries = sums[: stop - start].copy_(tile).addmm_(a[:, start:stop].T, b.T)

@@ -22,7 +22,7 @@ from scute_compile.formats.safetensors import read_exactly, read_tensor
 from scute_compile.formats.safetensors_writer import SafetensorsWriter, sha256_of
 from scute_compile.formats.writer import new_artifact, write_factor, write_manifest
 from scute_compile.ir.dtypes import DType
-from scute_compile.ir.expressions import Expression, Fill, Ref, Source, Subtract, VeraProjection
+from scute_compile.ir.expressions import ColumnNorm, Expression, Fill, Ref, Source, Subtract, VeraProjection
 from scute_compile.ir.program import Program, Site
 from scute_compile.ir.target import LoraSharding
 from scute_compile.pack.column_norms import NormRequest, one_thread_per_operation, stream_norms
@@ -30,7 +30,7 @@ from scute_compile.pack.evaluate import Array, evaluate
 from scute_compile.pack.manifest_records import finding_record, note_record, site_record, site_slices, term_slices
 from scute_compile.pack.rounding import TooNarrow, factor_digest, raw_bytes, rounded
 from scute_compile.pack.vera_projection import draw
-from scute_compile.passes.scale import NormPlan, column_norms, site_expressions
+from scute_compile.passes.scale import column_norms
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -65,16 +65,16 @@ def read_norms(
     ]
     norms: tuple[dict[Expression, Array], ...] = tuple({} for _ in packages)
 
-    def tiles(plan: NormPlan) -> Iterator[torch.Tensor]:
-        stored = base.tensors[plan.key]
+    def tiles(norm: ColumnNorm) -> Iterator[torch.Tensor]:
+        stored = base.tensors[norm.weight.key]
         if stored.file is None:
-            raise AssertionError(plan.key)
-        width = stored.entry.nbytes // plan.rows
-        buffer = np.empty(plan.rows_per_tile * width, np.uint8)
-        tile = torch.from_numpy(buffer).view(TORCH_DTYPES[stored.entry.dtype]).view(plan.rows_per_tile, -1)
+            raise AssertionError(norm.weight.key)
+        width = stored.entry.nbytes // norm.weight.shape[0]
+        buffer = np.empty(norm.tile_rows * width, np.uint8)
+        tile = torch.from_numpy(buffer).view(TORCH_DTYPES[stored.entry.dtype]).view(norm.tile_rows, -1)
         with opened(stored.file) as file:
             file.seek(stored.entry.begin)
-            for start, stop in plan.tiles():
+            for start, stop in norm.tiles():
                 read_exactly(file, buffer[: (stop - start) * width], stored.file)
                 yield tile[: stop - start]
 
@@ -142,7 +142,7 @@ class _Values:
         drawn: dict[Expression, Array] = {
             node: draw(node)
             for site in package.program.sites
-            for value in site_expressions(site)
+            for value in site.expressions()
             for node in set(value.walk())
             if isinstance(node, VeraProjection)
         }
@@ -247,7 +247,7 @@ def _manifest(
         "schema_version": SCHEMA_VERSION if full else FIRST_VERSION,
         "tool": package.tool,
         "name": package.name,
-        "method": program.method,
+        "method": program.method.value,
         "dtype": dtype.value,
         "tp": program.target.tp,
         **full,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from scute_compile.diagnostics import Diagnostic, ScuteError
 from scute_compile.driver.artifact_checks import other_base
+from scute_compile.driver.bases import OpenBase, open_model
 from scute_compile.formats.artifact import Artifact
-from scute_compile.pipeline import OpenBase, open_model
 
 logger = logging.getLogger("vllm.scute")
 

@@ -1,4 +1,4 @@
-"""Shapes of models: the linear projections of their layers, by name or from a base."""
+"""Shapes of models: the linear projections of their layers, from a table of names or from a base."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from dataclasses import dataclass
 from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Code, fail
 
-# PEFT's own targets of IA3: the outputs of the keys and values, and the input of the layer that closes the MLP.
+# PEFT's default targets of IA3: the outputs of keys and values, and the input of the MLP's last layer.
 _IA3_OUTPUTS = frozenset({"k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"})
-
-
 _IA3_INPUTS = frozenset({"down_proj", "mlp.c_proj", "dense_4h_to_h"})
-
-
 _GATED = frozenset({"up_proj", "gate_up_proj"})
 
 
@@ -29,7 +25,7 @@ class Projection:
     inputs: int
     outputs: int
     gemm: str
-    """The fused site: equal for projections that an engine multiplies at once."""
+    """The fused site: equal for projections that an engine multiplies in one GEMM."""
 
     def called(self, names: Iterable[str]) -> bool:
         """Whether the path ends with one of `names`."""
@@ -44,6 +40,10 @@ class ModelShape:
     layers: int
     projections: tuple[Projection, ...]
     """Of one layer."""
+
+    def projection(self, name: str) -> Projection:
+        """Return the projection of a layer whose path ends with `name`."""
+        return next(p for p in self.projections if p.called([name]))
 
     @property
     def inputs(self) -> int:
@@ -69,8 +69,8 @@ class ModelShape:
     def ia3_vectors(self) -> tuple[tuple[str, int], ...]:
         """Fused site and length of each IA3 vector of one layer.
 
-        The MLP's vector stands on the input of the closing layer; in a gated MLP it is placed on the outputs of
-        `up_proj`, which are as many.
+        The MLP's vector scales the input of its last layer; in a gated MLP it is placed on the outputs of `up_proj`,
+        which has as many.
         """
         gated = next((p.gemm for p in self.projections if p.called(_GATED)), None)
         outputs = [(p.gemm, p.outputs) for p in self.projections if p.called(_IA3_OUTPUTS)]
@@ -78,7 +78,16 @@ class ModelShape:
         return (*outputs, *inputs)
 
 
-def _llama(name: str, *, layers: int, hidden: int, kv: int, mlp: int) -> ModelShape:
+def gated_shape(name: str, *, layers: int, hidden: int, kv: int, mlp: int) -> ModelShape:
+    """Return the shape of a Llama-like model.
+
+    Args:
+        name: its name in messages.
+        layers: number of layers.
+        hidden: width of the model, and of all query heads together.
+        kv: width of all key heads together, and of all value heads.
+        mlp: width of the gated MLP.
+    """
     rows = (
         ("q_proj", hidden, hidden, "qkv"),
         ("k_proj", hidden, kv, "qkv"),
@@ -95,18 +104,18 @@ def _llama(name: str, *, layers: int, hidden: int, kv: int, mlp: int) -> ModelSh
 SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        _llama("llama-3.1-8b", layers=32, hidden=4096, kv=1024, mlp=14336),
-        _llama("llama-3.1-70b", layers=80, hidden=8192, kv=1024, mlp=28672),
-        _llama("llama-3.2-1b", layers=16, hidden=2048, kv=512, mlp=8192),
-        _llama("qwen2.5-7b", layers=28, hidden=3584, kv=512, mlp=18944),
-        _llama("smollm2-135m", layers=30, hidden=576, kv=192, mlp=1536),
+        gated_shape("llama-3.1-8b", layers=32, hidden=4096, kv=1024, mlp=14336),
+        gated_shape("llama-3.1-70b", layers=80, hidden=8192, kv=1024, mlp=28672),
+        gated_shape("llama-3.2-1b", layers=16, hidden=2048, kv=512, mlp=8192),
+        gated_shape("qwen2.5-7b", layers=28, hidden=3584, kv=512, mlp=18944),
+        gated_shape("smollm2-135m", layers=30, hidden=576, kv=192, mlp=1536),
     )
 }
 """Known shapes by lower-case name."""
 
 
 def named_shape(name: str) -> ModelShape:
-    """Return a shape of the table, whatever the name's capitals.
+    """Return a shape of the table by its name, ignoring case.
 
     Raises:
         ScuteError: SC703 when the table has no such name.
@@ -124,7 +133,7 @@ def named_shape(name: str) -> ModelShape:
 
 
 def shape_of(structure: ModelStructure) -> ModelShape:
-    """Return the shape of a base model; layers that differ become one layer that holds them all.
+    """Return the shape of a base model. If its layers differ, the shape has one layer with all projections.
 
     Raises:
         ScuteError: SC405 when the base has no linear layers.

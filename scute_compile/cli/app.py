@@ -18,15 +18,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scute_compile import __version__
-from scute_compile.diagnostics import Code, Diagnostic, ScuteError, printable
+from scute_compile.diagnostics import USAGE_CODES, Code, Diagnostic, ScuteError, printable
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import LoraSharding, Target, Workload
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-NO_BASE = frozenset({Code.SC401, Code.SC404, Code.SC406, Code.SC703})
-"""Codes that end a command with status 2."""
 
 app = typer.Typer(
     name="scute",
@@ -350,4 +347,4 @@ def _report(arguments: Sequence[str], diagnostics: Sequence[Diagnostic]) -> int:
         _print_json(envelope(command, findings=[item.to_json() for item in diagnostics]))
     for line in lines(diagnostics):
         sys.stderr.write(line + "\n")
-    return 2 if any(item.code in NO_BASE for item in diagnostics) else 1
+    return 2 if any(item.code in USAGE_CODES for item in diagnostics) else 1

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scute_compile.diagnostics import Code, Diagnostic, Findings
+from scute_compile.driver.bases import OpenBase
 from scute_compile.formats.artifact import Artifact
 from scute_compile.formats.peft_folder import AdapterFolder
 from scute_compile.ir.target import LoraSharding, Target, Workload
-from scute_compile.pipeline import OpenBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

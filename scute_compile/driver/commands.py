@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from scute_compile.cli.outcomes import Outcome
 from scute_compile.diagnostics import Code, Diagnostic, Findings, ScuteError, fail
 from scute_compile.driver.artifact_checks import Asked, other_base, other_target
+from scute_compile.driver.bases import OpenBase, open_model
+from scute_compile.driver.packing import compile_planned
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import LoraSharding, Target, Workload
-from scute_compile.pipeline import OpenBase, Planned, compile_planned, open_model, plan
+from scute_compile.pipeline import Planned, plan
 
 if TYPE_CHECKING:
     from scute_compile.cli.cost.report import CostReport

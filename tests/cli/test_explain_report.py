@@ -13,6 +13,7 @@ from rich.console import Console
 
 from scute_compile.cli.explain.report import ExplainReport, explain, notes_of
 from scute_compile.diagnostics import Code, ScuteError
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Action, Program, Route
 from scute_compile.pack.manifest_records import note_record
 from tests.support.programs import METHODS, dora, oft
@@ -56,7 +57,7 @@ def test_more_layers_need_no_more_lines() -> None:
 def test_a_layer_that_differs_is_told_apart() -> None:
     program = dora(range(4))
     odd = replace(program.notes[0], why="for another reason")
-    report = explain((odd, *program.notes[1:]), None)
+    report = explain((odd, *program.notes[1:]), None, name="made", method=program.method)
     labels = [group.label for group in report.groups if group.items[0].slot == odd.slot and "q_proj" in group.pattern]
     assert labels == ["model.layers.0.self_attn.q_proj", "model.layers.1-3.self_attn.q_proj"]
 
@@ -97,7 +98,7 @@ def test_a_glob_without_a_match_names_sites() -> None:
 
 
 def test_a_site_without_notes_is_not_silently_absent() -> None:
-    report = explain((), "*.up", name="made", method="lora", sites=["h.0.up", "h.1.up", "h.0.down"])
+    report = explain((), "*.up", name="made", method=Method.LORA, sites=["h.0.up", "h.1.up", "h.0.down"])
     assert report.silent == ("h.0.up", "h.1.up")
     assert "h.0-1.up  x2" in shown(report)
 
@@ -131,6 +132,6 @@ def test_json_has_every_note_and_the_groups() -> None:
 
 def test_a_name_from_a_file_cannot_drive_the_terminal() -> None:
     note = replace(dora().notes[0], site="h.0.\x1b[31mup", why="[bold]\x1b[2J")
-    text = shown(explain((note,), None))
+    text = shown(explain((note,), None, name="made", method=Method.LORA))
     assert "\x1b" not in text
     assert "[bold]" in text

@@ -13,12 +13,13 @@ from rich.console import Console
 
 from scute_compile.cli.cost.report import readable
 from scute_compile.cli.inspect.report import InspectReport, inspect_artifact, inspect_program
+from scute_compile.driver.bases import open_model
 from scute_compile.formats.artifact import open_artifact
 from scute_compile.formats.safetensors import read_header
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.program import Owner, Program, Stage
 from scute_compile.ir.target import Target
-from scute_compile.pipeline import Planned, open_model, plan
+from scute_compile.pipeline import Planned, plan
 from tests.support.commands import compiled
 from tests.support.programs import METHODS, dora, ia3, oft, vera
 

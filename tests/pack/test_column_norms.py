@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from scute_compile.ir.expressions import ColumnNorm, Expression, Ref, Source
 from scute_compile.pack.column_norms import NormRequest, stream_norms
 from scute_compile.passes import scale
-from scute_compile.passes.scale import NormPlan
+from scute_compile.passes.scale import plan_norm
 from tests.support.artifact_files import rank_tensors
 from tests.support.commands import compiled, python
 from tests.support.sparse_base import _file
@@ -37,10 +37,10 @@ def _norms(weight: torch.Tensor, *adapters: Factors, transposed: bool = False) -
     for owner, pair in enumerate(adapters):
         a, b = (Ref(Source.ADAPTER, f"{owner}.{i}", tuple(x.shape), "F32") for i, x in enumerate(pair))
         values |= {a: pair[0], b: pair[1]}
-        requests.append(NormRequest(owner, ColumnNorm(ref, transposed, a, b, C)))
+        requests.append(NormRequest(owner, plan_norm(ColumnNorm(ref, transposed, a, b, C))))
 
-    def tiles(plan: NormPlan) -> Iterator[torch.Tensor]:
-        return (weight[start:stop] for start, stop in plan.tiles())
+    def tiles(norm: ColumnNorm) -> Iterator[torch.Tensor]:
+        return (weight[start:stop] for start, stop in norm.tiles())
 
     streamed = stream_norms(requests, tiles, lambda _, x: values[x].numpy(), lambda _: None)
     return [norm for _, norm in streamed]
@@ -146,7 +146,9 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 import scute_compile.pack.pack
-from scute_compile.pipeline import compile_planned, open_model, plan
+from scute_compile.driver.bases import open_model
+from scute_compile.driver.packing import compile_planned
+from scute_compile.pipeline import plan
 from scute_compile.ir.target import Target
 def peak():  # this program's own, in KiB
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])

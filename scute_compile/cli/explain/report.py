@@ -16,6 +16,7 @@ from scute_compile.cli.cost.report import readable
 from scute_compile.cli.grouping import Axes, Group, by_layers, grouped, pattern, ranges, relabelled
 from scute_compile.cli.outcomes import envelope
 from scute_compile.diagnostics import Code, fail, printable
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Action, Note
 from scute_compile.pack.manifest_records import note_record
 
@@ -47,7 +48,7 @@ class ExplainReport:
     """The notes of one adapter or artifact, those of the asked sites alone."""
 
     name: str
-    method: str
+    method: Method
     glob: str | None
     """What the sites were filtered by."""
     notes: tuple[Note, ...]
@@ -65,7 +66,7 @@ class ExplainReport:
         return envelope(
             "explain-folds",
             name=self.name,
-            method=self.method,
+            method=self.method.value,
             site=self.glob,
             notes=[note_record(note) for note in self.notes],
             silent=list(self.silent),
@@ -95,7 +96,7 @@ class ExplainReport:
 
 
 def explain(
-    notes: Sequence[Note], glob: str | None, *, name: str = "", method: str = "", sites: Iterable[str] = ()
+    notes: Sequence[Note], glob: str | None, *, name: str, method: Method, sites: Iterable[str] = ()
 ) -> ExplainReport:
     """Return the view of `notes`.
 
@@ -145,7 +146,7 @@ def explain_artifact(artifact: Artifact, glob: str | None) -> ExplainReport:
     manifest = artifact.manifest
     notes = notes_of(manifest.notes, str(artifact.path))
     sites = [site.name for site in manifest.sites]
-    return explain(notes, glob, name=manifest.name, method=manifest.method.value, sites=sites)
+    return explain(notes, glob, name=manifest.name, method=Method(manifest.method), sites=sites)
 
 
 def notes_of(records: Sequence[Mapping[str, object]], where: str) -> tuple[Note, ...]:

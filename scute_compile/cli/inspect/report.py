@@ -24,6 +24,7 @@ from scute_compile.cli.inspect.views import (
 from scute_compile.cli.outcomes import envelope
 from scute_compile.formats.artifact import Artifact
 from scute_compile.ir.dtypes import DType
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Stage
 from scute_compile.ir.target import LoraSharding
 from scute_compile.pack.manifest_records import finding_record
@@ -67,7 +68,7 @@ class InspectReport:
     kind: Kind
     name: str
     path: str
-    method: str
+    method: Method
     settings: tuple[tuple[str, str], ...]
     dtype: DType | None
     """None for an adapter: not chosen yet."""
@@ -103,7 +104,7 @@ class InspectReport:
             kind=self.kind.value,
             name=self.name,
             path=self.path,
-            method=self.method,
+            method=self.method.value,
             settings=dict(self.settings),
             dtype=self.dtype.value if self.dtype else None,
             tp=self.tp,
@@ -171,7 +172,7 @@ def inspect_artifact(artifact: Artifact) -> InspectReport:
         kind=Kind.ARTIFACT,
         name=manifest.name,
         path=str(artifact.path),
-        method=manifest.method.value,
+        method=Method(manifest.method),
         settings=tuple(manifest.settings.items()),
         dtype=manifest.dtype,
         tp=manifest.tp,

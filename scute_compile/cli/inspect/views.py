@@ -14,7 +14,6 @@ from scute_compile.ir.expressions import Expression, Ref, VeraProjection
 from scute_compile.ir.linear import Split
 from scute_compile.ir.program import Owner, Program, Rotation, RotationKind, Site
 from scute_compile.pack.manifest_records import site_record
-from scute_compile.passes.scale import site_expressions
 
 PLANNED_DTYPES = (DType.FLOAT32, DType.BFLOAT16)
 """In which an adapter's sizes are told; float16 takes what bfloat16 takes."""
@@ -134,7 +133,7 @@ def _folded_slots(site: Site) -> Iterator[SlotView]:
 def _whole_bytes(site: Site) -> tuple[tuple[DType, tuple[int, ...]], ...]:
     """Return what one rank that holds everything would hold, from the shapes of the slots' values."""
     shared = [f.value for term in site.terms for f in (term.a, term.b) if f.owner is not Owner.ADAPTER]
-    own = [value for value in site_expressions(site) if value not in shared]
+    own = [value for value in site.expressions() if value not in shared]
     if any(prod(value.shape) == 0 for value in own):
         return ()
     shift = prod(site.b.shape) if site.b is not None else 0

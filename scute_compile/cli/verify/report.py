@@ -13,8 +13,8 @@ from scute_compile.ir.dtypes import DType
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from scute_compile.driver.bases import OpenBase
     from scute_compile.formats.artifact import Artifact
-    from scute_compile.pipeline import OpenBase
     from scute_compile.runtime_min.oracle.verification import Verification
 
 RELATIVE = {DType.FLOAT32: 5e-5, DType.BFLOAT16: 2.5e-2, DType.FLOAT16: 4e-3}

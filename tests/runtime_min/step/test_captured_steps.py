@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from scute_compile.base.shapes import gated_shape
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Gemm, PoolTensors, fixed_features
 from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
-from tests.support.drawn_adapters import Shape, pair_of, sites_of, tenant
+from tests.support.drawn_adapters import pair_of, sites_of, tenant
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
-SHAPE = Shape(hidden=512, keys=128, inner=1024, layers=1)
+SHAPE = gated_shape("small", layers=1, hidden=512, kv=128, mlp=1024)
 ROWS, DTYPE = 12, torch.bfloat16
 GEMMS = (
     (Gemm(first_site=0, widths=(512, 128, 128)), 512),

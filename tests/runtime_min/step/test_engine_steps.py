@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from scute_compile.base.shapes import gated_shape
 from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.leases import ResidentFacts
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Features
 from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
 from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
-from tests.support.drawn_adapters import Shape, pair_of, sites_of, tenant
+from tests.support.drawn_adapters import pair_of, sites_of, tenant
 
 
 def _steps(*, padded_beyond: bool) -> EngineSteps:
@@ -91,7 +92,7 @@ def test_eager_steps_need_no_kernel_that_the_rehearsal_did_not_compile(rotations
 
 
 def _five_methods(*, rotations: bool, max_lora_rank: int = 32) -> EngineSteps:
-    sites = sites_of(Shape(hidden=64, keys=32, inner=128, layers=1))
+    sites = sites_of(gated_shape("small", layers=1, hidden=64, kv=32, mlp=128))
     pool = ResidentPool(
         sites, num_pages=300, max_adapters=4, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=1
     )
