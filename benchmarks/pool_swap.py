@@ -164,12 +164,13 @@ def overlap(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int)
 
     def step(*, prefetch: bool) -> None:
         nonlocal turn
-        with pool.in_use([made[turn].name]):
-            for _ in range(20):
-                torch.mm(x, x)
-            if prefetch:
-                turn = (turn + 1) % len(made)
-                pool.prefetch([made[turn].name])
+        lease = pool.acquire([made[turn].name])
+        for _ in range(20):
+            torch.mm(x, x)
+        if prefetch:
+            turn = (turn + 1) % len(made)
+            pool.prefetch([made[turn].name])
+        pool.release(lease)
 
     alone = timed(lambda: step(prefetch=False), device, repeats)
     together = timed(lambda: step(prefetch=True), device, repeats)

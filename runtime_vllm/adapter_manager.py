@@ -14,9 +14,10 @@ from scute_compile.runtime_min.pool.directory import GRANULE_BYTES, PAGE_BYTES, 
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Gemm
+from scute_compile.runtime_min.step.writer import StepLimits
 from scute_compile.runtime_vllm import graph_kinds
 from scute_compile.runtime_vllm.engine_base import EngineBase
-from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
+from scute_compile.runtime_vllm.engine_steps import EngineSteps
 from scute_compile.runtime_vllm.layers import AdaptedLinear, Attachment
 from scute_compile.runtime_vllm.load_checks import check_fits
 from scute_compile.runtime_vllm.logits import AdaptedLogits
@@ -172,7 +173,9 @@ class AdapterManager(LRUCacheLoRAModelManager):
         super()._set_adapter_mapping(mapping)
         names = {number: self.pool_name(number) if number > 0 else None for number in set(mapping.index_mapping)}
         self.steps.rehearsing = any(number not in self.digests for number in self._registered_adapters)
-        self.steps.write([names[number] for number in mapping.index_mapping])
+        rows = [names[number] for number in mapping.index_mapping]
+        self.steps.hold(rows)
+        self.steps.write(rows)
 
     def _deactivate_adapter(self, lora_id: int) -> None:
         super()._deactivate_adapter(lora_id)

@@ -9,7 +9,7 @@ from typing import NoReturn
 from scute_compile.diagnostics import Code, Diagnostic, ScuteError, fail
 from scute_compile.runtime_min.batching.policy import Dropped
 from scute_compile.runtime_min.batching.requests import Request, Ticket
-from scute_compile.runtime_min.step.writer import LoadedFacts
+from scute_compile.runtime_min.step.layer import LoadedFacts
 
 
 def check_request(request: Request, *, max_request_tokens: int, vocabulary: int) -> None:

@@ -33,7 +33,7 @@ from scute_compile.runtime_min.batching.requests import Event, Phase, Request, T
 from scute_compile.runtime_min.batching.transformers_bridge import CacheSize, Progress, TransformersBatch
 from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.pool.admission import check_known
-from scute_compile.runtime_min.step.writer import LoadedFacts
+from scute_compile.runtime_min.step.layer import LoadedFacts
 
 _DEFAULT_POLICY = Policy()
 

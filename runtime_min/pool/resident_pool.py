@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -194,15 +194,6 @@ class ResidentPool:
         for resident in lease.residents:
             if resident.retired:
                 self._retire(resident)
-
-    @contextmanager
-    def in_use(self, names: Iterable[str]) -> Iterator[Mapping[str, int]]:
-        """Hold a step's adapters inside a `with` block, which gets their indices by name."""
-        lease = self.acquire(names)
-        try:
-            yield lease.indices
-        finally:
-            self.release(lease)
 
     def evict(self, name: str) -> None:
         """Remove an adapter from the device; it stays in host memory. Raises SC802; SC806 while a step reads it."""

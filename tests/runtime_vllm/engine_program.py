@@ -188,7 +188,7 @@ class Commands:
         runner = self._runner()
         steps = runner.lora_manager._adapter_manager.steps
         runner._dummy_run(tokens, num_active_loras=adapters, remove_lora=False)
-        return [steps.adapted(), steps.rehearses(tokens)]
+        return [steps.adapted, steps.rehearses(tokens)]
 
     def graphs(self, rows: list[Json], tokens: int) -> Json:
         """Answer rows; return for how many active adapters the graph of each step would be, were there any here.

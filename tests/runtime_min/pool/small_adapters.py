@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -52,6 +53,16 @@ def load(pool: ResidentPool, name: str, adapter: PackedAdapter) -> int:
     """Add an adapter, make it resident, and return its index."""
     pool.add(name, adapter)
     return pool.ensure([name])[name]
+
+
+@contextmanager
+def in_use(pool: ResidentPool, *names: str) -> Iterator[Mapping[str, int]]:
+    """Hold the adapters of a step inside a `with` block, which gets their indices by name."""
+    lease = pool.acquire(names)
+    try:
+        yield lease.indices
+    finally:
+        pool.release(lease)
 
 
 def read_back(pool: ResidentPool, index: int, site: str, field: Field, shape: tuple[int, ...]) -> torch.Tensor:

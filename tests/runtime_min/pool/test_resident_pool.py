@@ -26,6 +26,7 @@ from tests.runtime_min.pool.small_adapters import (
     METHODS,
     SITES,
     assert_reads_back,
+    in_use,
     load,
     packed,
     pool_of,
@@ -81,7 +82,7 @@ def test_evicting_the_last_user_of_a_needed_pair_frees_no_room() -> None:
     load(pool, "one", one)
     pool.add("two", two)
     pool.add("other", other)
-    with pool.in_use(["one"]):
+    with in_use(pool, "one"):
         assert pool.prefetch(["two", "other"]) == ("two",)
         with pytest.raises(ScuteError, match="bytes of shared factors") as refused:
             pool.ensure(["two", "other"])
@@ -126,7 +127,7 @@ def test_the_least_recently_used_adapter_is_evicted_first() -> None:
     pool = pool_of(200, 3)
     for seed in (1, 2, 3):
         load(pool, f"t{seed}", packed("ia3", seed))
-    with pool.in_use(["t1"]):
+    with in_use(pool, "t1"):
         pass
     load(pool, "t4", packed("ia3", 4))
     assert list(pool.resident) == ["t3", "t1", "t4"]
@@ -154,7 +155,7 @@ def test_adapters_that_steps_read_are_never_evicted() -> None:
     pool = pool_of(200, 3)
     for seed in (1, 2, 3):
         load(pool, f"t{seed}", packed("dora", seed))
-    with pool.in_use(["t1"]), pool.in_use(["t2"]) as indices:
+    with in_use(pool, "t1"), in_use(pool, "t2") as indices:
         load(pool, "t4", packed("dora", 4))
         assert "t3" not in pool.resident
         with pytest.raises(ScuteError) as crowded:
@@ -191,7 +192,7 @@ def test_an_idle_adapter_is_replaced_in_a_pool_of_one() -> None:
 def test_an_adapter_that_a_step_reads_is_not_replaced_without_room() -> None:
     pool = pool_of(200, 1)
     load(pool, "tenant", packed("lora", 1))
-    with pool.in_use(["tenant"]) as indices:
+    with in_use(pool, "tenant") as indices:
         with pytest.raises(ScuteError) as refused:
             pool.replace("tenant", packed("ia3", 2))
         assert code_of(refused) == "SC804"
@@ -226,7 +227,7 @@ def test_fits_answers_without_evictions() -> None:
     pool.ensure(["n0"])
     assert pool.fits(["n1", "n2"])
     assert not pool.fits(["n0", "n1", "n2"])
-    with pool.in_use(["n0"]):
+    with in_use(pool, "n0"):
         assert pool.fits(["n1", "n0", "n1"])
         assert not pool.fits(["n1", "n2"])
     assert tuple(pool.resident) == ("n0",)
