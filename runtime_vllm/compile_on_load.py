@@ -12,7 +12,7 @@ from scute_compile.driver.bases import open_model
 from scute_compile.driver.packing import compile_planned
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
 from scute_compile.formats.lock import locked
-from scute_compile.formats.safetensors_writer import sha256_of
+from scute_compile.formats.reading import sha256_of
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from scute_compile.pipeline import plan

@@ -19,7 +19,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 
 from scute_compile.diagnostics import Code, ScuteError, fail
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
-from scute_compile.formats.artifact_tensors import TORCH_DTYPES
+from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, PackedFactor
 from scute_compile.runtime_min.pool.reading import named_as_in, read_adapter
@@ -191,7 +191,7 @@ def read_image(slots: AdapterManager, artifact: Artifact, name: str) -> PackedAd
     factors: dict[str, PackedFactor] = {
         factor.key: factor for packed in slots.packed_adapters().values() for factor in packed.factors
     }
-    stored, dtype = TORCH_DTYPES[artifact.manifest.dtype], slots.pool.dtype
+    stored, dtype = torch_dtype(artifact.manifest.dtype.value), slots.pool.dtype
     exact = torch.promote_types(stored, dtype) is dtype  # a wider dtype holds every value
     return read_adapter(
         artifact,

@@ -52,17 +52,12 @@ def compile_planned(
     for item in planned:
         if item.program is None or item.adapter is None or item.scan is None:
             raise AssertionError(item)
-        base_name = item.adapter.config.get("base_model_name_or_path")
         packages.append(
             Package(
                 name=item.name,
                 program=item.program,
                 adapter=item.adapter,
-                base={
-                    "name": base_name if isinstance(base_name, str) else None,
-                    "model_type": base.structure.model_type,
-                    **identity,
-                },
+                base={"model_type": base.structure.model_type, **identity},
                 sources=item.scan.sha256,
                 dtypes=dtypes_to_try(item.program.target, base.structure),
                 tool=f"scute {__version__}",

@@ -16,6 +16,7 @@ from scute_compile.base.structure import build_structure
 from scute_compile.cli.app import main
 from scute_compile.diagnostics import Code, ScuteError
 from scute_compile.ir.expressions import Ref, Source
+from tests.support.artifact_files import rank_file
 
 
 def headers(folder: Path) -> Mapping[str, Ref]:
@@ -74,8 +75,8 @@ def test_an_adapter_that_needs_no_weights_compiles_against_a_config_alone(
     for base, store in ((tmp_path / "config", "alone"), (base_folder("llama"), "whole")):
         assert main(["compile", str(adapter), "--base", str(base), "--tp", "2", "-o", str(tmp_path / store)]) == 0
     for rank in range(2):
-        name = f"{adapter.name}/rank-{rank:05d}-of-00002.safetensors"
-        assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        files = [rank_file(tmp_path / store / adapter.name, rank) for store in ("alone", "whole")]
+        assert files[0].read_bytes() == files[1].read_bytes()
     recorded = json.loads((tmp_path / "alone" / adapter.name / "manifest.json").read_text())["base"]
     whole = json.loads((tmp_path / "whole" / adapter.name / "manifest.json").read_text())["base"]
     assert recorded["content"] is None

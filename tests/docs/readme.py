@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from scute_compile.cli.app import main
+from scute_compile.cli.demo.rendering import render
 from scute_compile.cli.demo.report import DemoReport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +99,7 @@ def with_map(text: str) -> str:
 def picture(report: DemoReport) -> str:
     """Return what the demo prints as a picture that fetches nothing."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    report.render(console)
+    render(report, console)
     return FONT.sub("", console.export_svg(title="scute demo", unique_id="demo"))
 
 

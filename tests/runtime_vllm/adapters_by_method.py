@@ -14,7 +14,7 @@ import torch
 import transformers
 from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 
-from scute_compile.driver.commands import compile_adapters
+import scute_compile as scute
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from tests.runtime_vllm.engine import Adapter, Answer, Engine, Row
@@ -136,8 +136,8 @@ class Tenants:
     def compiled(self, folder: Path, store: Path, *, name: str, tp: int = 1) -> Path:
         """Compile an adapter's folder into a store, in the place of what has that name."""
         target = Target(tp=tp, dtype=DType.FLOAT32)
-        (done,) = compile_adapters([str(folder)], str(self.base), target, store, name=name, quiet=True)
-        assert (store / name / "manifest.json").is_file(), done
+        report = scute.compile(folder, base=self.base, target=target, store=store, name=name)
+        assert (store / name / "manifest.json").is_file(), report
         return store / name
 
     def request(self, path: Path, *, name: str = "", in_place: bool = False) -> Adapter:

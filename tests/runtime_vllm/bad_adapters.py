@@ -206,7 +206,7 @@ BAD: Mapping[str, Bad] = {
     "a base with other shapes": Bad(made=of_a_base_with_other_shapes, words=("base",)),
     "a site that the model lacks": Bad(made=with_a_site_that_the_model_lacks, words=("model.layers.7.",)),
     "a changed byte": Bad(made=with_a_changed_byte, words=("sha256",)),
-    "no rank file": Bad(made=without_its_rank_file, words=("rank-00000-of-00001.safetensors",)),
+    "no rank file": Bad(made=without_its_rank_file, words=("rank-00000-of-00001.",)),
     "no shared factors": Bad(made=without_its_shared_factors, words=("factor",)),
     "a later format": Bad(made=of_a_later_format, words=("9.0",)),
     "a broken manifest": Bad(made=with_a_broken_manifest, words=("manifest",)),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.runtime_vllm_server.server import Answer, Server, serving
+from tests.support.artifact_files import rank_file
 from tests.support.served import Compiled, Pair, artifact_of, ids_of, peft_model
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in an environment of its own")
@@ -93,7 +94,7 @@ def _all(server: Server, names: Sequence[str]) -> dict[str, list[list[int]]]:
 
 
 def _damage(artifact: Path) -> None:
-    weights = artifact / "rank-00000-of-00001.safetensors"
+    weights = rank_file(artifact)
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)

@@ -21,7 +21,7 @@ from scute_compile.runtime_min.ranks.exchange import take_rows
 from scute_compile.runtime_min.ranks.group import RankGroup
 from tests.runtime_min.oracle.test_adapted_model import drawn
 
-WHOLE = TermRecord(rank=7, a=None, b=None, d=False, e=False)
+WHOLE = TermRecord(rank=7, a=None, b=None, d=False, e=False, rows=None, columns=None)
 
 
 def all_gathered(held: list[torch.Tensor]) -> torch.Tensor:

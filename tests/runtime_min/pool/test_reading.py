@@ -20,6 +20,7 @@ from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, PackedF
 from scute_compile.runtime_min.pool.reading import read_adapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from tests.runtime_min.pool.small_adapters import load, read_back
+from tests.support.artifact_files import rank_file
 from tests.support.artifacts import Written, write_artifact
 from tests.support.commands import compiled
 
@@ -169,15 +170,15 @@ def test_a_bad_artifact_leaves_the_pool_as_it_was(act: str, fault: str, pair: Pa
     options = {"dtype": ("--dtype", "bfloat16"), "tp": ("--tp", 2)}.get(fault, ())
     bad = compiled(adapter, base, tmp_path / "bad", *options)
     pool = pool_for(good)
+    if fault == "damaged":
+        file = rank_file(bad)
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(bytes(data))
     if fault == "base":
         wide = Written(name=pool.sites[0].name, in_features=32, out_features=64, slots={"ds": torch.ones(64)})
         bad = write_artifact(tmp_path / "other", [wide])
     opened = open_artifact(bad, verify_hashes=False)
-    if fault == "damaged":
-        file = opened.rank_path(0)
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(bytes(data))
     index = load(pool, "tenant", read(good, pool))
     before = (pool.stats(), pool.memory.pages.clone(), pool.memory.directory.clone(), pool.memory.page_map.clone())
     with pytest.raises(ScuteError) as refused:
