@@ -130,7 +130,9 @@ class Pool:
         self.bytes = sum(made[key].buffer.numel() for key in methods) * LAYERS // DISTINCT_LAYERS
         self.resident = ResidentPool(sites, num_pages=pages, max_adapters=len(methods), dtype=DTYPE, device=DEVICE)
         names = [f"{method}-{rank}-{number}" for number, (method, rank) in enumerate(methods)]
-        adapters = [self.resident.load(name, made[key]) for name, key in zip(names, methods, strict=True)]
+        for name, key in zip(names, methods, strict=True):
+            self.resident.add(name, made[key])
+        adapters = list(self.resident.ensure(names).values())
         torch.cuda.synchronize()
         facts, pairs = self.resident.facts, self.resident.pairs
         rotated = sum(facts[adapter].rotated for adapter in adapters) * rows

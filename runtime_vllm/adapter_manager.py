@@ -93,8 +93,6 @@ class AdapterManager(LRUCacheLoRAModelManager):
             device=torch.device(self.device),
             shared_pages=pages_of(self.options.shared_bytes),
             pairs=self.options.pairs,
-            tp=self.tp,
-            rank=self.rank,
         )
         self.steps = EngineSteps(self.pool, limits)
         self._attach()

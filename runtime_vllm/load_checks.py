@@ -38,8 +38,8 @@ def check_limits(packed: PackedAdapter, options: Options, *, max_lora_rank: int,
             "an engine with buffers for them",
             "start the engine without SCUTE_VLLM_ROTATIONS=0",
         )
-    rotated = packed.records[:, Field.R_OFFSET] >= 0
-    blocks = sorted(set(packed.records[rotated, Field.R_BLOCK].tolist()) - {1})
+    rotated = packed.rows[:, Field.R_OFFSET] >= 0
+    blocks = sorted(set(packed.rows[rotated, Field.R_BLOCK].tolist()) - {1})
     step = values_per_granule(packed.dtype)
     unaligned = [block for block in blocks if block % step]
     if unaligned and device.type == "cuda":
@@ -54,10 +54,10 @@ def check_limits(packed: PackedAdapter, options: Options, *, max_lora_rank: int,
 def check_slots(packed: PackedAdapter, modules: Mapping[str, Module], sites: tuple[str, ...]) -> None:
     """Refuse slots at layers whose class can't apply them (SC811)."""
     for number, site in enumerate(sites):
-        record = packed.records[number]
+        row = packed.rows[number]
         layer = modules[site].layer
-        rotated = bool(record[Field.R_OFFSET] >= 0)
-        scaled = bool((record[Field.DS_OFFSET] >= 0) | (record[Field.SHIFT_OFFSET] >= 0))
+        rotated = bool(row[Field.R_OFFSET] >= 0)
+        scaled = bool((row[Field.DS_OFFSET] >= 0) | (row[Field.SHIFT_OFFSET] >= 0))
         kind = type(layer.base_layer).__name__
         if rotated and (layer.quantized or layer.own_forward):
             what = "quantized weights" if layer.quantized else "a forward method of its own"

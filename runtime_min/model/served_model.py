@@ -390,8 +390,6 @@ def _pool(
             dtype=weight.dtype if dtype is None else dtype,
             device=weight.device,
             shared_pages=pages_of(shared_bytes),
-            tp=part.ranks.size,
-            rank=part.ranks.rank,
         )
 
 

@@ -27,7 +27,7 @@ class LoadedFacts:
     @classmethod
     def of(cls, packed: PackedAdapter) -> LoadedFacts:
         """Read the facts off a packed adapter's directory rows."""
-        rows = packed.records
+        rows = packed.rows
         has_term = rows[:, Field.RANK] > 0
         has_vector = (rows[:, [Field.R_OFFSET, Field.DS_OFFSET, Field.SHIFT_OFFSET]] >= 0).any(1)
         sites, terms = (mask.nonzero().flatten().tolist() for mask in (has_term | has_vector, has_term))

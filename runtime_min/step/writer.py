@@ -80,7 +80,7 @@ class StepWriter:
 
     def fit(self, packed: PackedAdapter) -> None:
         """Raise the limits to those of an adapter and make the buffers large enough. Nothing ever shrinks."""
-        widths = packed.records[:, Field.R_BLOCK]
+        widths = packed.rows[:, Field.R_BLOCK]
         values = values_per_granule(packed.dtype)
         self.limits = dataclasses.replace(
             self.limits,

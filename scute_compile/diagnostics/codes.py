@@ -321,16 +321,16 @@ class Code(Enum):
     )
     SC804 = (
         "too many distinct adapters in a batch",
-        "The adapters of one step must be resident together, and they need more places or pages than the pool has.",
+        "The adapters of one step must be resident together, and they need more adapter indices or pages than the "
+        "pool has.",
     )
     SC805 = (
         "the pool is too small",
-        "One adapter, or one loan of pages, needs more pages than the pool can ever free.",
+        "One adapter needs more memory than the whole pool has, or the device has no memory left to stage it.",
     )
     SC806 = (
         "the adapter is held",
-        "A running step uses the adapter, or it is pinned, or its name is already loaded. It can't be evicted, "
-        "removed or added.",
+        "A running step uses the adapter, or its name is already loaded. It can't be evicted, removed or added.",
     )
     SC807 = (
         "the request can never be served",

@@ -23,7 +23,7 @@ from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.model import rank_part
 from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.pool.directory import DirectoryEntry
-from scute_compile.runtime_min.pool.fully_sharded import check_met
+from scute_compile.runtime_min.pool.fully_sharded import check_exchanges
 from scute_compile.runtime_min.pool.reading import read_adapter
 from scute_compile.runtime_min.ranks.exchange import TermExchange
 from scute_compile.runtime_min.ranks.group import RankGroup
@@ -219,9 +219,9 @@ def test_terms_that_ranks_would_complete_otherwise_are_refused(
         record.name: TermExchange(ranks=RankGroup(), part=(32, 64) if record.split is Split.ROW else None)
         for record in manifest.sites
     }
-    check_met("one", manifest, 1, exchanges)
+    check_exchanges("one", manifest, 1, exchanges)
     with pytest.raises(ScuteError, match="SC812") as refused:
-        check_met("one", manifest, 1, {**exchanges, site: does})
+        check_exchanges("one", manifest, 1, {**exchanges, site: does})
     assert refused.value.diagnostics[0].where == f"one: {site}"
 
 

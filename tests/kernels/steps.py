@@ -116,7 +116,8 @@ def pool() -> ResidentPool:
         generator = torch.Generator().manual_seed(len(name) + 100)
         held = [site for site in SITES if not (name.endswith("partly") and site.name == "0.1")]
         contents = {site.name: content(name, site, generator) for site in held}
-        made.load(name, pack_adapter(name, SITES, contents, torch.float32))
+        made.add(name, pack_adapter(name, SITES, contents, torch.float32))
+    made.ensure(ADAPTERS)
     return made
 
 

@@ -9,6 +9,7 @@ from scute_compile.runtime_min.pool.directory import PAGE_GRANULES, Field
 from scute_compile.runtime_min.step.kernels import paging
 from tests.kernels.probes import field_kernel, place_kernel, slice_kernel, tensor_kernel
 from tests.kernels.steps import GEMMS, SITES, pool
+from tests.runtime_min.pool.small_adapters import read_back
 
 VALUES = 4
 """Values of a granule in float32."""
@@ -52,7 +53,7 @@ def test_every_load_reads_what_the_pool_wrote(name: str, known: Field) -> None:
         tensor_kernel[(1,)](
             out, memory.pages, memory.page_map, row[Field.OWN_PAGES], row[known], size, COUNT=count, VALUES=VALUES
         )
-        exact = pool().read_back(adapter, site.key, known, (size,))
+        exact = read_back(pool(), adapter, site.key, known, (size,))
         assert all(torch.equal(loaded[:size], exact) for loaded in out)
         assert not out[0, size:].any()
 

@@ -22,8 +22,6 @@ from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 
 Draw = Callable[..., torch.Tensor]
 METHODS = ("lora", "dora", "ia3", "oft", "vera", "adalora")
-
-
 LLAMA_8B = SHAPES["llama-3.1-8b"]
 SMOLLM2_135M = SHAPES["smollm2-135m"]
 BLOCKS = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
@@ -47,7 +45,7 @@ def sites_of(shape: ModelShape) -> tuple[DirectoryEntry, ...]:
 def pair_of(
     sites: Sequence[DirectoryEntry], rank: int, dtype: torch.dtype, *, seed: int = 0, pin: bool = False
 ) -> PairWindow:
-    """Return one VeRA pair as wide as the widest site, as PEFT shares it among all layers."""
+    """Return a VeRA pair as wide as the widest site, which PEFT shares among all layers."""
     generator = torch.Generator().manual_seed(seed)
     widths = max(site.in_features for site in sites), max(site.out_features for site in sites)
     a, b = (
@@ -68,9 +66,9 @@ def tenant(
     seed: int = 0,
     pin: bool = False,
 ) -> PackedAdapter:
-    """Return an adapter of `METHODS` on all sites; IA3 as PEFT's defaults place it, on k, v and the MLP.
+    """Return a random adapter of one of `METHODS` on all sites; IA3 at the sites of PEFT's defaults: k, v and the MLP.
 
-    Values are small enough that a model with it stays finite. VeRA needs a `pair`.
+    Values are small enough that activations of a model stay finite. VeRA requires a `pair`.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -35,7 +35,8 @@ def test_replays_with_other_mixes_give_what_launches_give(methods: tuple[str, ..
     pool = ResidentPool(sites, num_pages=20000, max_adapters=len(methods), dtype=DTYPE, device=device, pairs=1)
     for method in methods:
         pair = pair_of(sites, 64, DTYPE, pin=True) if method == "vera" else None
-        pool.load(method, tenant(method, sites, DTYPE, pair=pair, pin=True))
+        pool.add(method, tenant(method, sites, DTYPE, pair=pair, pin=True))
+    pool.ensure(methods)
     pool.memory.wait()
     tensors = PoolTensors.of(pool.memory)
     capacity = Capacity(tokens=ROWS, ranks=16 * ROWS, pairs=1, pair_ranks=64, rotated=ROWS)

@@ -102,9 +102,8 @@ def _five_methods(*, rotations: bool, max_lora_rank: int = 32) -> EngineSteps:
     methods = ("lora", "ia3", "vera", *(("oft",) if rotations else ()))
     pair = pair_of(sites, 16, torch.float32)
     for method in methods:
-        pool.load(
-            method, tenant(method, sites, torch.float32, rank=4, block=8, pair=pair if method == "vera" else None)
-        )
+        pool.add(method, tenant(method, sites, torch.float32, rank=4, block=8, pair=pair if method == "vera" else None))
+    pool.ensure(methods)
     limits = StepLimits(
         max_num_batched_tokens=64, max_num_seqs=8, max_lora_rank=max_lora_rank, pair_rank=16, rotations=rotations
     )

@@ -26,8 +26,8 @@ def step_of(rows: Sequence[str | None], *, bias: bool, sites: tuple[int, int] = 
     """The operator's arguments for one GEMM of the pool's test sites, with one resident adapter per method."""
     pool = pool_of(256, 8)
     for method in METHODS:
-        pool.load(method, packed(method, 2))
-    indices = dict(pool.resident)
+        pool.add(method, packed(method, 2))
+    indices = pool.ensure(METHODS)
     capacity = Capacity(tokens=32, ranks=1024, pairs=len(pool.pairs), pair_ranks=32, rotated=32)
     plan = plan_step([-1 if row is None else indices[row] for row in rows], pool.facts, pool.pairs, capacity)
     buffers = StepBuffers(capacity, torch.device("cpu"))

@@ -22,7 +22,8 @@ def writer_of(*, fixed: bool = False) -> StepWriter:
     pair = pair_of(SITES, 24, torch.float32)
     for method in ("lora", "ia3", "vera", "oft"):
         chosen = pair if method == "vera" else None
-        pool.load(method, tenant(method, SITES, torch.float32, rank=20, block=2 if method == "oft" else 8, pair=chosen))
+        pool.add(method, tenant(method, SITES, torch.float32, rank=20, block=2 if method == "oft" else 8, pair=chosen))
+    pool.ensure(["lora", "ia3", "vera", "oft"])
     return StepWriter(pool, StepLimits(max_num_batched_tokens=64, max_num_seqs=32, fixed=fixed))
 
 
