@@ -26,8 +26,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from scute_compile.formats.safetensors_writer import SafetensorsWriter
-
 HIDDEN, INNER, LAYERS, VOCABULARY, KEYS = 2048, 8192, 16, 128256, 512
 RANK, ALPHA = 16, 32
 LAYERS_PER_FILE = 4
@@ -77,7 +75,7 @@ def write_case(work: Path) -> tuple[Path, Path]:
 
 
 def write_base(folder: Path, generator: torch.Generator) -> Mapping[str, torch.Tensor]:
-    """Write the base, one tensor in memory at a time, and return every projection's column norms."""
+    """Write the base, one shard in memory at a time, and return every projection's column norms."""
     outside: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -94,13 +92,10 @@ def write_base(folder: Path, generator: torch.Generator) -> Mapping[str, torch.T
     for number, shapes in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         weight_map |= dict.fromkeys(shapes, name)
-        layout = {key: ("BF16", shape) for key, shape in shapes.items()}
-        with SafetensorsWriter(folder / name, layout, {"format": "pt"}) as writer:
-            for key, shape in shapes.items():
-                weight = _weight(shape, generator)
-                writer.write(key, weight.view(torch.uint8).numpy())
-                if key.endswith("_proj.weight"):
-                    norms[key.removesuffix(".weight")] = weight.float().norm(dim=1)
+        weights = {key: _weight(shape, generator) for key, shape in shapes.items()}
+        save_file(weights, folder / name, metadata={"format": "pt"})
+        projections = {key: weight for key, weight in weights.items() if key.endswith("_proj.weight")}
+        norms |= {key.removesuffix(".weight"): weight.float().norm(dim=1) for key, weight in projections.items()}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(CONFIG))

@@ -1,9 +1,9 @@
-"""How fast adapters come in from host memory, and how many are resident at once: one GPU, one call.
+"""Measures swap-in of adapters from host memory, and the number of resident adapters, on one GPU.
 
     python benchmarks/pool_swap.py --json pool_swap.json
 
-Swap-in is timed from the call to the end of the device's work, and set beside a pinned copy of as many bytes measured
-in the same run. Shapes are Llama-3.1-8B's, all layers, bf16.
+Swap-in is timed from the call to the end of the device's work, and compared with a pinned copy of as many bytes in the
+same run. Shapes are those of all layers of Llama-3.1-8B, in bfloat16.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tests.support.drawn_adapters import LLAMA_8B, DirectoryEntry, pair_of, site
 DTYPE = torch.bfloat16
 PAIR_RANK = 256
 DISTINCT = 8
-"""Images that the tenants of a method share in host memory; on the device each has pages of its own."""
+"""Packed adapters per method; tenants share them in host memory, but each has its own pages on the device."""
 SWAPS: tuple[tuple[str, str, int], ...] = (
     ("IA3", "ia3", 0),
-    ("VeRA, own part", "vera", 0),
+    ("VeRA, without pair", "vera", 0),
     ("LoRA rank 8", "lora", 8),
     ("LoRA rank 16", "lora", 16),
     ("DoRA rank 16", "dora", 16),
@@ -42,11 +42,11 @@ Row = Mapping[str, object]
 def main() -> None:
     """Measure, print the tables, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where the numbers go")
-    parser.add_argument("--tenants", type=int, default=1024, help="resident tenants of IA3, and as many of VeRA")
-    parser.add_argument("--layers", type=int, default=LLAMA_8B.layers, help="fewer, for a trial")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--tenants", type=int, default=1024, help="resident adapters of IA3, and as many of VeRA")
+    parser.add_argument("--layers", type=int, default=LLAMA_8B.layers, help="number of layers; fewer for a trial")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--device", default="cuda", help="`cpu` tries the script without a GPU")
+    parser.add_argument("--device", default="cuda", help="`cpu` runs the script without a GPU")
     options = parser.parse_args()
     device = torch.device(options.device)
     sites = sites_of(replace(LLAMA_8B, layers=options.layers))
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def timed(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median seconds of a call and the device's work for it, after two calls that warm up."""
+    """Return the median seconds of a call and of the device's work for it, after two warm-up calls."""
     times = []
     for _ in range(repeats + 2):
         settle(device)
@@ -91,14 +91,14 @@ def copy_seconds(size: int, device: torch.device, repeats: int) -> float:
 def packed_adapters(
     method: str, sites: Sequence[DirectoryEntry], device: torch.device, *, rank: int, count: int
 ) -> list[PackedAdapter]:
-    """Return adapters of one method that share a pair where it has one."""
+    """Return `count` adapters of one method; those of VeRA share one pair."""
     pin = device.type == "cuda"
     pair = pair_of(sites, PAIR_RANK, DTYPE, pin=pin) if method == "vera" else None
     return [tenant(method, sites, DTYPE, rank=rank, pair=pair, seed=seed, pin=pin) for seed in range(count)]
 
 
 def swap(case: tuple[str, str, int], sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
-    """Let adapters take turns in a pool with one slot to spare, so that each comes in anew."""
+    """Swap three adapters through a pool of two, so that each call swaps one in."""
     label, method, rank = case
     made = packed_adapters(method, sites, device, rank=rank, count=3)
     pool = ResidentPool(sites, num_pages=2 * made[0].pages, max_adapters=2, dtype=DTYPE, device=device)
@@ -106,15 +106,15 @@ def swap(case: tuple[str, str, int], sites: Sequence[DirectoryEntry], device: to
         pool.add(packed.name, packed)
     turn = 0
 
-    def next_in() -> None:
+    def swap_in_next() -> None:
         nonlocal turn
         turn = (turn + 1) % len(made)
         pool.ensure([made[turn].name])
         pool.memory.wait()
 
-    next_in()
+    swap_in_next()
     size = len(made[0].buffer)
-    seconds, copy = timed(next_in, device, repeats), copy_seconds(size, device, repeats)
+    seconds, copy = timed(swap_in_next, device, repeats), copy_seconds(size, device, repeats)
     check(pool, made[turn])
     return {
         "what": label,
@@ -127,7 +127,7 @@ def swap(case: tuple[str, str, int], sites: Sequence[DirectoryEntry], device: to
 
 
 def batch(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
-    """Bring 64 IA3 adapters in by one call: the cost of small ones is the host's, so it is shown by adapter."""
+    """Swap in 64 IA3 adapters by one call; for small adapters most of the time is the host's."""
     first, count = packed_adapters("ia3", sites, device, rank=0, count=1)[0], 64
     pool = ResidentPool(sites, num_pages=count * first.pages, max_adapters=count, dtype=DTYPE, device=device)
     for number in range(2 * count):
@@ -154,7 +154,7 @@ def batch(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -
 
 
 def overlap(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
-    """Prefetch a rank-16 LoRA while matrix products run, and compare with the products alone."""
+    """Prefetch a LoRA of rank 16 during matrix products, and compare with the products alone."""
     made = packed_adapters("lora", sites, device, rank=16, count=3)
     pool = ResidentPool(sites, num_pages=2 * made[0].pages, max_adapters=2, dtype=DTYPE, device=device)
     for packed in made:
@@ -164,28 +164,29 @@ def overlap(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int)
 
     def step(*, prefetch: bool) -> None:
         nonlocal turn
-        with pool.in_use([made[turn].name]):
-            for _ in range(20):
-                torch.mm(x, x)
-            if prefetch:
-                turn = (turn + 1) % len(made)
-                pool.prefetch([made[turn].name])
+        lease = pool.acquire([made[turn].name])
+        for _ in range(20):
+            torch.mm(x, x)
+        if prefetch:
+            turn = (turn + 1) % len(made)
+            pool.prefetch([made[turn].name])
+        pool.release(lease)
 
     alone = timed(lambda: step(prefetch=False), device, repeats)
     together = timed(lambda: step(prefetch=True), device, repeats)
     copied = timed(
-        lambda: pool.memory.write_image(made[0].buffer, torch.arange(made[0].pages, dtype=torch.int32), 0),
+        lambda: pool.memory.write_adapter(made[0].buffer, torch.arange(made[0].pages, dtype=torch.int32), 0),
         device,
         repeats,
     )
-    return {"step_seconds": alone, "with_prefetch_seconds": together, "image_seconds": copied}
+    return {"step_seconds": alone, "with_prefetch_seconds": together, "write_seconds": copied}
 
 
 def tenants(sites: Sequence[DirectoryEntry], device: torch.device, count: int) -> Row:
-    """Keep `count` IA3 and `count` VeRA tenants resident, and measure what they take."""
+    """Make `count` IA3 and `count` VeRA adapters resident, and measure their memory and the time of loading."""
     made = {method: packed_adapters(method, sites, device, rank=0, count=DISTINCT) for method in ("ia3", "vera")}
     factors = sum(factor.pages for factor in made["vera"][0].factors)
-    pages = sum(count * of[0].pages for of in made.values())
+    pages = sum(count * adapters[0].pages for adapters in made.values())
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     pool = ResidentPool(
         sites,
@@ -197,21 +198,25 @@ def tenants(sites: Sequence[DirectoryEntry], device: torch.device, count: int) -
         shared_pages=factors,
     )
     allocated = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
-    names = {f"{method}-{number}": of[number % DISTINCT] for method, of in made.items() for number in range(count)}
+    names = {
+        f"{method}-{number}": adapters[number % DISTINCT]
+        for method, adapters in made.items()
+        for number in range(count)
+    }
     for name, packed in names.items():
         pool.add(name, packed)
     settle(device)
     start = time.perf_counter()
-    slots = pool.ensure(names)
+    indices = pool.ensure(names)
     settle(device)
     seconds = time.perf_counter() - start
     for name in list(names)[:: max(1, count // 16)]:
-        check(pool, names[name], slots[name])
+        check(pool, names[name], indices[name])
     stats = pool.stats()
     print(stats)
     return {
         "adapters": len(names),
-        "bytes_each": {method: of[0].pages * PAGE_BYTES for method, of in made.items()},
+        "bytes_each": {method: adapters[0].pages * PAGE_BYTES for method, adapters in made.items()},
         "shared_bytes": factors * PAGE_BYTES,
         "allocated_bytes": allocated,
         "load_seconds": seconds,
@@ -220,15 +225,15 @@ def tenants(sites: Sequence[DirectoryEntry], device: torch.device, count: int) -
     }
 
 
-def check(pool: ResidentPool, packed: PackedAdapter, slot: int | None = None) -> None:
-    """Compare what the device's tables lead to with the packed: bit for bit, or this run is worth nothing."""
-    slot = pool.resident[packed.name] if slot is None else slot
+def check(pool: ResidentPool, packed: PackedAdapter, index: int | None = None) -> None:
+    """Exit unless the adapter's pages on the device equal its packed bytes."""
+    index = pool.resident[packed.name] if index is None else index
     pool.memory.wait()
-    start = int(pool.memory.directory[slot, :, Field.OWN_PAGES].max())
+    start = int(pool.memory.directory[index, :, Field.OWN_PAGES].max())
     physical = pool.memory.page_map[start : start + packed.pages].long()
     found = pool.memory.pages[physical].cpu().view(torch.uint8).flatten()
     if not torch.equal(found, packed.buffer):
-        raise SystemExit(f"{packed.name} in slot {slot} differs from its packed")
+        raise SystemExit(f"{packed.name} at index {index} differs from its packed bytes")
 
 
 def report(result: Mapping[str, object]) -> None:

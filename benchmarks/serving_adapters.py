@@ -1,7 +1,7 @@
-"""PEFT folders and artifacts of a real model's shapes, without the model: for benchmarks of a whole engine.
+"""Writes PEFT folders and artifacts of a real model's shapes without its weights, for benchmarks of a whole engine.
 
-LoRA, IA3, VeRA and OFT are compiled from folders against a configuration alone. DoRA's norms need weights, so its
-artifact is that of LoRA with a random `ds` at every site: the same bytes, whose values no clock sees.
+LoRA, IA3, VeRA and OFT are compiled from folders with the base's configuration alone. DoRA's norms need weights, so its
+artifact is LoRA's with a random `ds` at every site: the sizes are DoRA's, and times don't depend on the values.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
-from scute_compile.driver.commands import compile_adapters
-from scute_compile.formats.manifest import manifest_digest
+import scute_compile as scute
+from scute_compile.base.shapes import ModelShape
+from scute_compile.formats.manifest import manifest_digest, rank_file_name
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
-from tests.support.drawn_adapters import Shape, sites_of
+from tests.support.drawn_adapters import sites_of
 
 SHARED_RANK, BLOCK = 256, 32
 PREFIX = "base_model.model."
 NOISE, STRIDE = 1 << 22, 1_000_003
-"""Random values in all, at least as many as the largest tensor has; and how far apart two tensors' values begin."""
+"""The number of random values, at least that of the largest tensor; the offset between two tensors' values."""
 _windows = count_up()
 
 
-def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32000) -> Path:
+def write_config(folder: Path, shape: ModelShape, *, heads: int, vocabulary: int = 32000) -> Path:
     """Write a Llama configuration with no weights."""
     folder.mkdir(parents=True, exist_ok=True)
+    hidden, kv = shape.projection("q_proj").inputs, shape.projection("k_proj").outputs
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
+        "hidden_size": hidden,
+        "intermediate_size": shape.projection("up_proj").outputs,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": heads,
-        "head_dim": shape.hidden // heads,
-        "num_key_value_heads": shape.keys * heads // shape.hidden,
+        "head_dim": hidden // heads,
+        "num_key_value_heads": kv * heads // hidden,
         "vocab_size": vocabulary,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
@@ -59,7 +61,7 @@ def write_config(folder: Path, shape: Shape, *, heads: int, vocabulary: int = 32
     return folder
 
 
-def write_adapters(folder: Path, shape: Shape) -> Mapping[str, Path]:
+def write_adapters(folder: Path, shape: ModelShape) -> Mapping[str, Path]:
     """Write one PEFT folder per method, and a LoRA of rank 64."""
     made = {
         "lora": _lora(shape, 16),
@@ -78,9 +80,8 @@ def write_adapters(folder: Path, shape: Shape) -> Mapping[str, Path]:
 
 def compile_all(adapters: Mapping[str, Path], base: Path, store: Path, *, tp: int = 1) -> Mapping[str, Path]:
     """Compile the folders in bf16, and derive DoRA's artifact. Returns artifacts by name."""
-    outcomes = compile_adapters(
-        [str(path) for path in adapters.values()], str(base), Target(tp=tp, dtype=DType.BFLOAT16), store, quiet=True
-    )
+    target = Target(tp=tp, dtype=DType.BFLOAT16)
+    outcomes = scute.compile(adapters.values(), base=base, target=target, store=store).adapters
     artifacts = {}
     for name, outcome in zip(adapters, outcomes, strict=True):
         if not outcome.artifact:
@@ -101,9 +102,11 @@ def with_scale(artifact: Path, name: str) -> Path:
         for site in manifest["sites"]:
             width = sum(stop - start for start, stop in site["outputs"][number])
             tensors[f"{site['name']}.ds"] = (torch.randn(width) * 2e-3).to(torch.bfloat16)
-        save_file(tensors, copy / rank["file"], metadata={"format": "scute"})
-        rank["sha256"] = hashlib.sha256((copy / rank["file"]).read_bytes()).hexdigest()
-        rank["bytes"] = (copy / rank["file"]).stat().st_size
+        (copy / rank["file"]).unlink()
+        raw = save(tensors)
+        digest = hashlib.sha256(raw).hexdigest()
+        rank |= {"file": rank_file_name(number, manifest["tp"], digest), "sha256": digest, "bytes": len(raw)}
+        (copy / rank["file"]).write_bytes(raw)
     manifest |= {"name": name, "method": "dora", "sites": [{**site, "scale": True} for site in manifest["sites"]]}
     manifest["bytes"]["ranks"] = sum(rank["bytes"] for rank in manifest["ranks"])
     manifest["digest"] = manifest_digest({key: value for key, value in manifest.items() if key != "digest"})
@@ -125,13 +128,13 @@ def _config(method: str, targets: list[str], **fields: object) -> dict[str, Any]
     }
 
 
-def _targets(shape: Shape) -> list[str]:
+def _targets(shape: ModelShape) -> list[str]:
     return sorted({site.name.rsplit(".", 1)[1] for site in sites_of(shape)})
 
 
 @cache
 def _noise() -> torch.Tensor:
-    """Return `NOISE` random values, twice, of which each tensor gets a window: drawing all anew took longest."""
+    """Return `NOISE` random values twice; each tensor is a window of them, since drawing new values is slow."""
     return torch.randn(NOISE).to(torch.bfloat16).repeat(2)
 
 
@@ -141,7 +144,7 @@ def _drawn(*shape: int, scale: float) -> torch.Tensor:
     return _noise()[first : first + count].view(shape) * scale
 
 
-def _lora(shape: Shape, rank: int) -> Folder:
+def _lora(shape: ModelShape, rank: int) -> Folder:
     tensors = {}
     for site in sites_of(shape):
         tensors[f"{PREFIX}{site.name}.lora_A.weight"] = _drawn(rank, site.in_features, scale=site.in_features**-0.5)
@@ -149,7 +152,7 @@ def _lora(shape: Shape, rank: int) -> Folder:
     return _config("LORA", _targets(shape), r=rank, lora_alpha=rank), tensors
 
 
-def _ia3(shape: Shape) -> Folder:
+def _ia3(shape: ModelShape) -> Folder:
     chosen = {"k_proj": True, "v_proj": True, "down_proj": False}
     tensors = {}
     for site in sites_of(shape):
@@ -160,7 +163,7 @@ def _ia3(shape: Shape) -> Folder:
     return _config("IA3", list(chosen), feedforward_modules=["down_proj"]), tensors
 
 
-def _vera(shape: Shape) -> Folder:
+def _vera(shape: ModelShape) -> Folder:
     sites = sites_of(shape)
     tensors = {
         "base_model.vera_A": _drawn(SHARED_RANK, max(site.in_features for site in sites), scale=0.01),
@@ -172,7 +175,7 @@ def _vera(shape: Shape) -> Folder:
     return _config("VERA", _targets(shape), r=SHARED_RANK, save_projection=True, projection_prng_key=0), tensors
 
 
-def _oft(shape: Shape) -> Folder:
+def _oft(shape: ModelShape) -> Folder:
     tensors = {
         f"{PREFIX}{site.name}.oft_R.weight": _drawn(site.in_features // BLOCK, BLOCK * (BLOCK - 1) // 2, scale=0.01)
         for site in sites_of(shape)

@@ -52,7 +52,7 @@ class VllmOps:
     envs: ModuleType
 
     def meta(self, mapping: torch.Tensor, max_loras: int, *, specialize: bool = False) -> Meta:
-        """Return the seven tensors that both kernels take, for one slot per row (`mapping` [T], -1: no adapter).
+        """Return the seven tensors that both kernels take, for an adapter index per row (`mapping` [T], -1: none).
 
         `specialize` is vLLM's `specialize_active_lora` (default off): the grid then has one layer per adapter in the
         batch (rounded up to a power of two), otherwise always `max_loras + 1`. Must not run inside a graph's capture.
@@ -93,7 +93,7 @@ class VllmOps:
 
 
 def load(folder: Path = FOLDER) -> VllmOps:
-    """Load the kernels that `unpack_vllm_ops.sh` unpacked into `folder`; VLLM_TUNED_CONFIG_FOLDER is heeded.
+    """Load the kernels that `unpack_vllm_ops.sh` unpacked into `folder`; VLLM_TUNED_CONFIG_FOLDER applies.
 
     Raises:
         FileNotFoundError: The folder doesn't hold the files.
@@ -103,7 +103,7 @@ def load(folder: Path = FOLDER) -> VllmOps:
     if not (place / "lora_shrink_op.py").is_file():
         raise FileNotFoundError(f"no vLLM kernels in {folder}; run: benchmarks/unpack_vllm_ops.sh {folder}")
     if "vllm" in sys.modules and not hasattr(sys.modules["vllm"], "scute_stand_in"):
-        raise RuntimeError("vLLM itself is imported in this process; load the baseline in a process of its own")
+        raise RuntimeError("vLLM itself is imported in this process; load the baseline in a separate process")
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("there is no CUDA device; set TRITON_INTERPRET=1 before triton is imported")
     if "vllm" not in sys.modules:
@@ -151,7 +151,7 @@ def _put(name: str, **contents: object) -> None:
 
 
 class _Platform:
-    """Stands for vllm.platforms.current_platform; a capability is given as an int, 90 for 9.0."""
+    """Replaces vllm.platforms.current_platform; a capability is given as an int, 90 for 9.0."""
 
     def is_cuda(self) -> bool:
         return torch.cuda.is_available()
@@ -164,7 +164,7 @@ class _Platform:
 
 
 class _Logger:
-    """Stands for vLLM's logger and stays silent."""
+    """Replaces vLLM's logger, without output."""
 
     def _silent(self, *_args: object) -> None:
         pass
@@ -182,7 +182,7 @@ def _no_custom_op(**_kwargs: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmLayer:
-    """The LoRA part of one fused GEMM as vLLM holds it, all slots filled at the full rank.
+    """The LoRA part of one fused GEMM as vLLM holds it, all adapter indices filled at the full rank.
 
     Attributes:
         a: one [max_loras, 1, rank, inputs] per slice.
@@ -246,11 +246,11 @@ class VllmLayer:
         unit = torch.finfo(self.a[0].dtype).eps / 2
         single = (x.shape[1] + self.a[0].shape[2]) * torch.finfo(torch.float32).eps
         want, room = y.double(), torch.zeros_like(y, dtype=torch.float64)
-        for slot in sorted(set(mapping.tolist()) - {-1}):
-            rows = mapping == slot
+        for index in sorted(set(mapping.tolist()) - {-1}):
+            rows = mapping == index
             x_rows, first = x[rows].double(), 0
             for a, b in zip(self.a, self.b, strict=True):
-                A, B = a[slot, 0].double().T, b[slot, 0].double().T
+                A, B = a[index, 0].double().T, b[index, 0].double().T
                 there = slice(first, first + B.shape[1])
                 delta = x_rows @ A @ B
                 want[rows, there] += delta

@@ -58,9 +58,8 @@ def prepare(work: Path, tp: int) -> None:
     import transformers
     from peft import PeftModel, get_peft_model
 
-    from scute_compile.driver.commands import compile_adapters
-    from scute_compile.formats.artifact_tensors import TORCH_DTYPES
-    from scute_compile.ir.dtypes import DType
+    import scute_compile as scute
+    from scute_compile.ir.dtypes import DType, torch_dtype
     from scute_compile.ir.target import Target
 
     torch.manual_seed(3)
@@ -80,7 +79,7 @@ def prepare(work: Path, tp: int) -> None:
     def base(dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers' own
         return transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=dtype)
 
-    expected = {"base": {dtype.value: _says(base(TORCH_DTYPES[dtype])) for dtype in DType}}
+    expected = {"base": {dtype.value: _says(base(torch_dtype(dtype.value))) for dtype in DType}}
     for number, (name, made) in enumerate(configs().items()):
         model = get_peft_model(base(torch.float32), made())
         _draw(model, number)
@@ -88,22 +87,20 @@ def prepare(work: Path, tp: int) -> None:
         expected[name] = {
             dtype.value: _says(
                 PeftModel.from_pretrained(
-                    base(TORCH_DTYPES[dtype]), work / "adapters" / name, autocast_adapter_dtype=False
-                ).to(TORCH_DTYPES[dtype])
+                    base(torch_dtype(dtype.value)), work / "adapters" / name, autocast_adapter_dtype=False
+                ).to(torch_dtype(dtype.value))
             )
             for dtype in DType
         }
         for dtype in DType:
-            (outcome,) = compile_adapters(
-                [str(work / "adapters" / name)],
-                str(work / "base"),
-                Target(tp=tp, dtype=dtype),
-                work / dtype.value,
+            report = scute.compile(
+                work / "adapters" / name,
+                base=work / "base",
+                target=Target(tp=tp, dtype=dtype),
+                store=work / dtype.value,
                 name=name,
-                quiet=True,
             )
-            if not outcome.artifact:
-                raise SystemExit(f"{name}: {[item.found for item in outcome.findings]}")
+            report.raise_if_refused()
     flat = {f"{name}/{kind}": value.contiguous() for name, said in expected.items() for kind, value in said.items()}
     save_file(flat, work / "expected.safetensors")
     (work / "names.json").write_text(json.dumps(list(expected)))

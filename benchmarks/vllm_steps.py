@@ -1,10 +1,10 @@
-"""Time of a decode step of vLLM itself, stock and with the plugin, one request on each of many adapters.
+"""Measures a decode step of vLLM, stock and with the plugin, with one request per adapter.
 
     python benchmarks/vllm_steps.py --shape llama-3.1-8b --work WORK_FOLDER --json vllm_steps.json
 
-Dummy base weights, adapters from `serving_adapters.py`. Each engine runs in a process of its own; a step's time is the
-difference between two lengths of generation, over their distance, the median of some tries. On a CPU use
-`--shape tiny`, which shows that it runs and measures nothing.
+The base has dummy weights, the adapters are those of `serving_adapters.py`. Each engine runs in a separate process. A
+step's time is the difference between a long and a short generation, divided by the difference of their lengths, as the
+median of several runs. On a CPU `--shape tiny` shows that the benchmark runs; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.drawn_adapters import LLAMA_8B, Shape
+from scute_compile.base.shapes import SHAPES as MODEL_SHAPES
+from scute_compile.base.shapes import ModelShape, gated_shape
 
-SHAPES = {"llama-3.1-8b": (LLAMA_8B, 32), "tiny": (Shape(hidden=128, keys=64, inner=256, layers=2), 4)}
+SHAPES = {
+    "llama-3.1-8b": (MODEL_SHAPES["llama-3.1-8b"], 32),
+    "tiny": (gated_shape("tiny", layers=2, hidden=128, kv=64, mlp=256), 4),
+}
 MIXED = ("lora", "dora", "ia3", "vera", "oft")
 WITHOUT_VERA = ("lora", "dora", "ia3", "oft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One engine, and the mixes that it is timed on: an adapter for each of the requests in turn."""
+    """One engine, and the mixes of adapters that are measured on it."""
 
     name: str
     plugin: bool
     max_rank: int
     mixes: Mapping[str, Sequence[str]]
-    """By name; adapters in turn, those that start with `folder:` as plain PEFT folders; empty for the base."""
+    """By name: the adapters of the requests, repeated in turn; `folder:` denotes a PEFT folder. Empty for the base."""
 
 
 ENGINES = (
@@ -82,41 +86,39 @@ ENGINES = (
 
 
 def main() -> None:
-    """Prepare adapters once, run every engine, print and write the table."""
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    asked.add_argument("--layers", type=int, help="fewer layers than the model has")
-    asked.add_argument("--tenants", type=int, default=20)
-    asked.add_argument("--work", type=Path, required=True)
-    asked.add_argument("--json", type=Path)
-    asked.add_argument("--gpus", type=int, default=1, help="2: the plugin's engine runs on a GPU of its own")
-    asked.add_argument("--mixes", nargs="+", help="only these")
-    asked.add_argument("--engine", type=int, help=argparse.SUPPRESS)
-    chosen = asked.parse_args()
-    if chosen.engine is not None:
-        measure(chosen, ENGINES[chosen.engine])
+    """Prepare the adapters, run every engine, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--tenants", type=int, default=20)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--gpus", type=int, default=1, help="2: the plugin's engines run on the second GPU")
+    parser.add_argument("--mixes", nargs="+", help="measure only these")
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.engine is not None:
+        measure(arguments, ENGINES[arguments.engine])
         return
-    prepare(chosen)
-    queues: list[list[int]] = [[] for _ in range(max(1, chosen.gpus))]
-    for number, engine in enumerate(
-        ENGINES
-    ):  # what is compared with stock runs beside it where there are GPUs for both
+    prepare(arguments)
+    queues: list[list[int]] = [[] for _ in range(max(1, arguments.gpus))]
+    for number, engine in enumerate(ENGINES):  # with two GPUs, stock engines and the plugin's run at the same time
         queues[-1 if engine.plugin else 0].append(number)
     with ThreadPoolExecutor(len(queues)) as pool:
-        futures = [pool.submit(run_engines, chosen, queue, gpu) for gpu, queue in enumerate(queues)]
+        futures = [pool.submit(run_engines, arguments, queue, gpu) for gpu, queue in enumerate(queues)]
     rows = [row for future in futures for row in future.result()]
     table(rows)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(rows, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
 
 
-def run_engines(chosen: argparse.Namespace, numbers: Sequence[int], gpu: int) -> list[dict[str, Any]]:
-    """Run engines one after the other on one GPU, each in a process of its own."""
+def run_engines(arguments: argparse.Namespace, numbers: Sequence[int], gpu: int) -> list[dict[str, Any]]:
+    """Run engines one after the other on one GPU, each in a separate process."""
     rows: list[dict[str, Any]] = []
     for number in numbers:
         engine = ENGINES[number]
         environment = {**os.environ, **({} if engine.plugin else {"VLLM_PLUGINS": "none"})}
-        if chosen.gpus > 1:
+        if arguments.gpus > 1:
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
         done = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--engine", str(number)],
@@ -130,25 +132,24 @@ def run_engines(chosen: argparse.Namespace, numbers: Sequence[int], gpu: int) ->
     return rows
 
 
-def shape_of(chosen: argparse.Namespace) -> tuple[Shape, int]:
-    """Return the model's sizes and its heads."""
-    shape, heads = SHAPES[chosen.shape]
-    layers = chosen.layers or shape.layers
-    return Shape(hidden=shape.hidden, keys=shape.keys, inner=shape.inner, layers=layers), heads
+def shape_of(arguments: argparse.Namespace) -> tuple[ModelShape, int]:
+    """Return the model's shape and its number of heads."""
+    shape, heads = SHAPES[arguments.shape]
+    return replace(shape, layers=arguments.layers or shape.layers), heads
 
 
-def prepare(chosen: argparse.Namespace) -> None:
-    """Write the configuration, the folders and the artifacts unless they are there."""
+def prepare(arguments: argparse.Namespace) -> None:
+    """Write the configuration, the folders and the artifacts, unless an earlier run has."""
     from serving_adapters import compile_all, write_adapters, write_config
 
-    shape, heads = shape_of(chosen)
-    if not (chosen.work / "ready").exists():
-        base = write_config(chosen.work / "base", shape, heads=heads)
-        compile_all(write_adapters(chosen.work / "folders", shape), base, chosen.work / "store")
-        (chosen.work / "ready").touch()
+    shape, heads = shape_of(arguments)
+    if not (arguments.work / "ready").exists():
+        base = write_config(arguments.work / "base", shape, heads=heads)
+        compile_all(write_adapters(arguments.work / "folders", shape), base, arguments.work / "store")
+        (arguments.work / "ready").touch()
 
 
-def measure(chosen: argparse.Namespace, engine: Engine) -> None:
+def measure(arguments: argparse.Namespace, engine: Engine) -> None:
     """Start one engine and print a line for each mix."""
     import torch
     from vllm import LLM, SamplingParams
@@ -157,22 +158,22 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
     gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"dtype": "bfloat16"} if gpu else {"dtype": "float32", "enforce_eager": True}
     if gpu:
-        sizes = [1, chosen.tenants]
+        sizes = [1, arguments.tenants]
         options |= {
             "attention_backend": "TRITON_ATTN",
             "gpu_memory_utilization": 0.8,
             "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": sizes},
         }
     llm = LLM(
-        str(chosen.work / "base"),
+        str(arguments.work / "base"),
         load_format="dummy",
         skip_tokenizer_init=True,
         enable_lora=True,
-        max_loras=chosen.tenants,
+        max_loras=arguments.tenants,
         max_lora_rank=engine.max_rank,
         max_model_len=512,
         max_num_batched_tokens=2048,
-        max_num_seqs=max(32, chosen.tenants),
+        max_num_seqs=max(32, arguments.tenants),
         enable_prefix_caching=False,
         **options,
     )
@@ -180,33 +181,35 @@ def measure(chosen: argparse.Namespace, engine: Engine) -> None:
 
     def seconds(tokens: int, requests: list[Any]) -> float:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": [3 + number] * 8} for number in range(chosen.tenants)]
+        prompts = [{"prompt_token_ids": [3 + number] * 8} for number in range(arguments.tenants)]
         start = time.perf_counter()
         llm.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
         return time.perf_counter() - start
 
     serial = 0
     for mix, adapters in engine.mixes.items():
-        if chosen.mixes and mix not in chosen.mixes:
+        if arguments.mixes and mix not in arguments.mixes:
             continue
-        requests: list[Any] = [None] * chosen.tenants
-        for row in range(chosen.tenants if adapters else 0):
+        requests: list[Any] = [None] * arguments.tenants
+        for row in range(arguments.tenants if adapters else 0):
             serial += 1
             name = adapters[row % len(adapters)]
-            folder = chosen.work / ("folders" if name.startswith("folder:") else "store") / name.removeprefix("folder:")
+            folder = (
+                arguments.work / ("folders" if name.startswith("folder:") else "store") / name.removeprefix("folder:")
+            )
             requests[row] = LoRARequest(f"{name}-{serial}", serial, str(folder))
-        first = seconds(short, requests)  # with loading
+        first = seconds(short, requests)  # includes loading
         times = [(seconds(long, requests) - seconds(short, requests)) / (long - short) for _ in range(tries)]
         step = round(statistics.median(times) * 1e3, 3)
         row_out = {"engine": engine.name, "mix": mix, "ms": step, "first_s": round(first, 2)}
         sys.stdout.write("ROW " + json.dumps(row_out) + "\n")
         sys.stdout.flush()
-        with (chosen.work / "rows.jsonl").open("a") as kept:  # what a run that is cut off had found
-            kept.write(json.dumps(row_out) + "\n")
+        with (arguments.work / "rows.jsonl").open("a") as file:  # keeps the rows of a run that is interrupted
+            file.write(json.dumps(row_out) + "\n")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows, and each one's ratio to the same engine's plain LoRA."""
+    """Print the rows, each with its ratio to the same engine's plain LoRA."""
     lora = {row["engine"]: row["ms"] for row in rows if row["mix"] == "lora"}
     for row in rows:
         ratio = f"{row['ms'] / lora[row['engine']]:7.3f}" if row["ms"] and lora.get(row["engine"]) else " " * 7

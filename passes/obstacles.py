@@ -14,7 +14,7 @@ from scute_compile.ir.program import RotationKind, Site
 def find_obstacles(sites: Iterable[Site], tp: int, findings: Findings) -> None:
     """Record every site that doesn't divide over `tp` ranks (SC501, SC502, SC503), one finding per kind of layer.
 
-    The degrees that a finding suggests work for all sites, not for its own layer alone.
+    The degrees that a finding suggests work for all sites, not only for the layer that it names.
     """
     seen = set()
     sites = tuple(sites)

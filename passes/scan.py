@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scute_compile.formats.peft_folder import CONFIG, WEIGHTS, AdapterFolder
-from scute_compile.formats.reading import opened
+from scute_compile.formats.reading import opened, sha256_of
 from scute_compile.formats.safetensors import TensorEntry, decode, read_exactly
-from scute_compile.formats.safetensors_writer import sha256_of
 from scute_compile.ir.dtypes import FORMATS
 
 Words: TypeAlias = npt.NDArray[np.unsignedinteger]

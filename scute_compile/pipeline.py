@@ -68,7 +68,15 @@ class Planned:
         return self.program is None
 
 
-def plan(source: str, base: Base | None, target: Target, *, hash_files: bool = False, name: str = "") -> Planned:
+def plan(
+    source: str,
+    base: Base | None,
+    target: Target,
+    *,
+    hash_files: bool = False,
+    name: str = "",
+    adapter: AdapterFolder | None = None,
+) -> Planned:
     """Take one adapter through the pipeline.
 
     Args:
@@ -77,10 +85,10 @@ def plan(source: str, base: Base | None, target: Target, *, hash_files: bool = F
         target: what to compile for.
         hash_files: whether the scan hashes the adapter's files as well.
         name: the adapter's name; by default the name of its folder.
+        adapter: the adapter of `source`, when it is open already.
     """
-    adapter: AdapterFolder | None = None
     try:
-        adapter = open_adapter(source)
+        adapter = adapter or open_adapter(source)
         scanned = scan(adapter, hash_files=hash_files)
         context = _context(adapter, scanned, base)
         program = run(_opened(adapter, target), context)

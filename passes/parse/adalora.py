@@ -97,9 +97,9 @@ def _site(checkpoint: Checkpoint, path: str, c: float) -> Site | None:
 ADALORA = FrontEnd(
     method=Method.ADALORA,
     parameters=(
-        Parameter(slot="lora_A", spellings=("lora_A",)),
-        Parameter(slot="lora_B", spellings=("lora_B",)),
-        Parameter(slot="lora_E", spellings=("lora_E",)),
+        Parameter(name="lora_A", spellings=("lora_A",)),
+        Parameter(name="lora_B", spellings=("lora_B",)),
+        Parameter(name="lora_E", spellings=("lora_E",)),
     ),
     settings=AdaLoraSettings,
     inert=LORA_INERT

@@ -66,7 +66,7 @@ def parse(program: Program, context: Context) -> Program:
     raw_paths = drop_unserved(keys.modules, structure, findings)
     if not usable:
         return parsed
-    modules = {raw: {slot: context.tensors[key] for slot, key in keys.modules[raw].items()} for raw in raw_paths}
+    modules = {raw: {name: context.tensors[key] for name, key in keys.modules[raw].items()} for raw in raw_paths}
     known = structure or _inferred(front_end, modules)
     root = find_root(modules, keys, known, findings)
     if root is None:
@@ -105,7 +105,7 @@ def _checkpoint(
     return Checkpoint(
         config=context.config,
         modules={path: by_base[path] for path in inside if path in by_base},
-        shared={slot: context.tensors[key] for slot, key in keys.shared.items()},
+        shared={name: context.tensors[key] for name, key in keys.shared.items()},
         facts=context.facts,
         structure=replace(known, linears=inside),
         names={path: root.trained_name(path) for path in inside} if root.added else {},

@@ -23,11 +23,11 @@ def check_tensors(
 ) -> bool:
     """Record tensors that are empty, not finite, or not floating-point numbers; return whether shapes are usable."""
     empty = []
-    slots = {key: slot for tensors in keys.modules.values() for slot, key in tensors.items()}
+    parameters = {key: name for tensors in keys.modules.values() for name, key in tensors.items()}
     for key, ref in refs.items():
-        if 0 in ref.shape and slots.get(key) not in front_end.may_be_empty:
+        if 0 in ref.shape and parameters.get(key) not in front_end.may_be_empty:
             empty.append(key)
-        if (key in slots or key in keys.shared.values()) and ref.dtype not in FORMATS:
+        if (key in parameters or key in keys.shared.values()) and ref.dtype not in FORMATS:
             findings.error(
                 Code.SC110,
                 where=key,

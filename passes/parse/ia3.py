@@ -90,7 +90,7 @@ def _scaled(vector: Reshape, bias: Ref | None) -> Multiply | None:
 
 IA3 = FrontEnd(
     method=Method.IA3,
-    parameters=(Parameter(slot="ia3_l", spellings=("ia3_l",)),),
+    parameters=(Parameter(name="ia3_l", spellings=("ia3_l",)),),
     settings=Ia3Settings,
     inert=frozenset({"init_ia3_weights"}),
     dimensions=dimensions,

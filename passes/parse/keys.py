@@ -14,7 +14,7 @@ PREFIX = "base_model.model."
 class Parameter:
     """One parameter that a method saves per module."""
 
-    slot: str
+    name: str
     """The front end's name for it."""
     spellings: tuple[str, ...]
     """The ends of its keys, without the module path: `lora_A.weight`."""
@@ -52,33 +52,33 @@ def without_adapter_name(key: str, stems: Iterable[str]) -> tuple[str, str]:
 def sort_keys(
     keys: Iterable[str], parameters: tuple[Parameter, ...], shared: tuple[Parameter, ...], findings: Findings
 ) -> SortedKeys:
-    """Sort `keys`; records SC306 when two keys name one slot."""
+    """Sort `keys`; records SC306 when two keys name one parameter of a module."""
     stems = {spelling.split(".")[0] for parameter in parameters for spelling in parameter.spellings}
     modules: dict[str, dict[str, str]] = {}
     beside: dict[str, str] = {}
     rest = []
-    names: dict[str, str] = {}
+    adapter_names: dict[str, str] = {}
     for key in keys:
-        plain, name = without_adapter_name(key, stems)
+        plain, adapter_name = without_adapter_name(key, stems)
         path, parameter = _split(plain, parameters)
         lone = next((p for p in shared for s in p.spellings if plain.endswith(f".{s}") or plain == s), None)
         if parameter is not None:
-            claimed, slot = modules.setdefault(path, {}), parameter.slot
-            names.setdefault(name, key)
+            claimed, name = modules.setdefault(path, {}), parameter.name
+            adapter_names.setdefault(adapter_name, key)
         elif lone is not None:
-            claimed, slot = beside, lone.slot
+            claimed, name = beside, lone.name
         else:
             rest.append(key)
             continue
-        if slot in claimed:
+        if name in claimed:
             findings.error(
                 Code.SC306,
-                where=path or slot,
-                found=f"`{claimed[slot]}` and `{key}`",
-                expected=f"one tensor for `{slot}`",
+                where=path or name,
+                found=f"`{claimed[name]}` and `{key}`",
+                expected=f"one tensor for `{name}`",
             )
-        claimed[slot] = key
-    _check_names(names, findings)
+        claimed[name] = key
+    _check_names(adapter_names, findings)
     return SortedKeys(modules=modules, shared=beside, rest=tuple(rest))
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-
-import regex
 
 from scute_compile.base.heads import is_output_head, tied_embedding
 from scute_compile.base.structure import ModelStructure
@@ -15,7 +14,7 @@ from scute_compile.ir.expressions import Add, Ref, Scale
 from scute_compile.ir.program import Site
 from scute_compile.passes.context import SameValues
 
-FOREIGN = regex.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|down)\.")
+FOREIGN = re.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|down)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

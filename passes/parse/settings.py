@@ -61,13 +61,13 @@ REPLACED = (
         name="modules_to_save",
         code=Code.SC211,
         why="replaces whole modules of the base; a dense module per tenant does not fit the formula",
-        next="train without modules_to_save, or serve this adapter as a model of its own",
+        next="train without modules_to_save, or serve this adapter as a separate model",
     ),
     Rule(
         name="trainable_token_indices",
         code=Code.SC211,
         why="trainable tokens replace rows of the embedding",
-        next="train without trainable tokens, or serve this adapter as a model of its own",
+        next="train without trainable tokens, or serve this adapter as a separate model",
     ),
     Rule(
         name="target_parameters",

@@ -96,7 +96,7 @@ def check_targets(
             where="target_modules",
             found=f"no target_modules; the {len(present)} modules with tensors count",
             expected="the targets of the training run",
-            next="PEFT would take its own defaults for the architecture and drop the tensors of other modules",
+            next="PEFT would take its defaults for the architecture and drop the tensors of other modules",
         )
         return
     extra = sorted(path for path in present if not is_targeted(config, path))
@@ -106,7 +106,7 @@ def check_targets(
             where="target_modules",
             found=f"{len(extra)} of {len(present)} modules with tensors match no target: {some(extra)}",
             expected=f"every adapted module to match {config['target_modules']!r}",
-            next="correct target_modules; PEFT would drop these tensors without a word",
+            next="correct target_modules; PEFT would drop these tensors silently",
         )
         return
     missing = [path for path in known if path not in present and is_targeted(config, path)]

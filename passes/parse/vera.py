@@ -136,10 +136,10 @@ def _site(checkpoint: Checkpoint, path: str, a: Expression, b: Expression) -> Si
 VERA = FrontEnd(
     method=Method.VERA,
     parameters=(
-        Parameter(slot="lambda_d", spellings=("vera_lambda_d",)),
-        Parameter(slot="lambda_b", spellings=("vera_lambda_b",)),
+        Parameter(name="lambda_d", spellings=("vera_lambda_d",)),
+        Parameter(name="lambda_b", spellings=("vera_lambda_b",)),
     ),
-    shared=(Parameter(slot="vera_A", spellings=("vera_A",)), Parameter(slot="vera_B", spellings=("vera_B",))),
+    shared=(Parameter(name="vera_A", spellings=("vera_A",)), Parameter(name="vera_B", spellings=("vera_B",))),
     settings=VeraSettings,
     inert=frozenset({"vera_dropout", "d_initial", "init_weights"}),
     dimensions=dimensions,

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from scute_compile.diagnostics import Code, Diagnostic, ScuteError, fail
-from scute_compile.ir.dtypes import DType, format_named
+from scute_compile.ir.dtypes import FORMATS, DType
 from scute_compile.ir.expressions import Ref, Source
 
 if TYPE_CHECKING:
@@ -30,10 +30,11 @@ def structure_tensors(config_path: Path) -> Mapping[str, Ref]:
         ScuteError: SC701 when torch or transformers is not installed, SC405 when transformers can't build the model.
     """
     state = _state(config_path)
+    codes = {f"torch.{row.name}": row.code for row in FORMATS.values()}
     tensors: dict[str, Ref] = {}
     for key, tensor in state.items():
-        dtype = format_named(str(tensor.dtype)) if tensor.dtype.is_floating_point else DType.FLOAT32
-        tensors[key] = Ref(Source.BASE, key, tuple(tensor.shape), dtype.code)
+        code = codes.get(str(tensor.dtype), DType.FLOAT32.code)
+        tensors[key] = Ref(Source.BASE, key, tuple(tensor.shape), code)
     return MappingProxyType(tensors)
 
 

@@ -41,6 +41,10 @@ class ModelShape:
     projections: tuple[Projection, ...]
     """Of one layer."""
 
+    def projection(self, name: str) -> Projection:
+        """Return the projection of a layer whose path ends with `name`."""
+        return next(p for p in self.projections if p.called([name]))
+
     @property
     def inputs(self) -> int:
         """Input features of all sites together."""
@@ -74,7 +78,16 @@ class ModelShape:
         return (*outputs, *inputs)
 
 
-def _llama(name: str, *, layers: int, hidden: int, kv: int, mlp: int) -> ModelShape:
+def gated_shape(name: str, *, layers: int, hidden: int, kv: int, mlp: int) -> ModelShape:
+    """Return the shape of a Llama-like model.
+
+    Args:
+        name: its name in messages.
+        layers: number of layers.
+        hidden: width of the model, and of all query heads together.
+        kv: width of all key heads together, and of all value heads.
+        mlp: width of the gated MLP.
+    """
     rows = (
         ("q_proj", hidden, hidden, "qkv"),
         ("k_proj", hidden, kv, "qkv"),
@@ -91,11 +104,11 @@ def _llama(name: str, *, layers: int, hidden: int, kv: int, mlp: int) -> ModelSh
 SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        _llama("llama-3.1-8b", layers=32, hidden=4096, kv=1024, mlp=14336),
-        _llama("llama-3.1-70b", layers=80, hidden=8192, kv=1024, mlp=28672),
-        _llama("llama-3.2-1b", layers=16, hidden=2048, kv=512, mlp=8192),
-        _llama("qwen2.5-7b", layers=28, hidden=3584, kv=512, mlp=18944),
-        _llama("smollm2-135m", layers=30, hidden=576, kv=192, mlp=1536),
+        gated_shape("llama-3.1-8b", layers=32, hidden=4096, kv=1024, mlp=14336),
+        gated_shape("llama-3.1-70b", layers=80, hidden=8192, kv=1024, mlp=28672),
+        gated_shape("llama-3.2-1b", layers=16, hidden=2048, kv=512, mlp=8192),
+        gated_shape("qwen2.5-7b", layers=28, hidden=3584, kv=512, mlp=18944),
+        gated_shape("smollm2-135m", layers=30, hidden=576, kv=192, mlp=1536),
     )
 }
 """Known shapes by lower-case name."""

@@ -95,8 +95,10 @@ class Code(Enum):
         "`target_modules` none of the base's layers. The entry has no effect.",
     )
     SC209 = (
-        "a pattern takes too long to match",
-        "A regular expression backtracks exponentially on ordinary module names.",
+        "a pattern can't be matched in bounded time",
+        "Patterns mean what Python's `re` means, but an automaton of bounded size matches them, so that none takes "
+        "exponential time or memory. Back-references, atomic groups, possessive repeats and patterns that expand to "
+        "very many states are refused.",
         "replace the pattern by a list of module names",
     )
     SC210 = (
@@ -319,16 +321,16 @@ class Code(Enum):
     )
     SC804 = (
         "too many distinct adapters in a batch",
-        "The adapters of one step must be resident together, and they need more places or pages than the pool has.",
+        "The adapters of one step must be resident together, and they need more adapter indices or pages than the "
+        "pool has.",
     )
     SC805 = (
         "the pool is too small",
-        "One adapter, or one loan of pages, needs more pages than the pool can ever free.",
+        "One adapter needs more memory than the whole pool has, or the device has no memory left to stage it.",
     )
     SC806 = (
         "the adapter is held",
-        "A running step uses the adapter, or it is pinned, or its name is already loaded. It can't be evicted, "
-        "removed or added.",
+        "A running step uses the adapter, or its name is already loaded. It can't be evicted, removed or added.",
     )
     SC807 = (
         "the request can never be served",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from scute_compile import __version__
@@ -51,23 +52,18 @@ def compile_planned(
     for item in planned:
         if item.program is None or item.adapter is None or item.scan is None:
             raise AssertionError(item)
-        base_name = item.adapter.config.get("base_model_name_or_path")
         packages.append(
             Package(
                 name=item.name,
                 program=item.program,
                 adapter=item.adapter,
-                base={
-                    "name": base_name if isinstance(base_name, str) else None,
-                    "model_type": base.structure.model_type,
-                    **identity,
-                },
+                base={"model_type": base.structure.model_type, **identity},
                 sources=item.scan.sha256,
                 dtypes=dtypes_to_try(item.program.target, base.structure),
                 tool=f"scute {__version__}",
             )
         )
-    norms = read_norms(packages, base.checkpoint, lambda done, total: advance("base", done, total))
+    norms = read_norms(packages, base.checkpoint, partial(advance, "base"))
     results: list[Path | ScuteError] = []
     for package, norms_of_package in zip(packages, norms, strict=True):
         try:

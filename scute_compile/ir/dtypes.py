@@ -42,6 +42,15 @@ class FloatFormat:
         return f"<u{self.itemsize}"
 
     @property
+    def stored(self) -> str:
+        """The numpy dtype in which stored bytes are first read: `word` for bfloat16, which numpy lacks.
+
+        >>> FORMATS["F16"].stored, FORMATS["BF16"].stored
+        ('<f2', '<u2')
+        """
+        return self.word if self.name == "bfloat16" else f"<f{self.itemsize}"
+
+    @property
     def one(self) -> int:
         """The bits of 1.0.
 

@@ -26,7 +26,7 @@ def built(name: str, kind: Any = None) -> Any:  # noqa: ANN401 - transformers is
 
 
 def path_of(model: Any, wanted: object) -> str:  # noqa: ANN401 - likewise
-    return next(path for path, module in model.named_modules() if module is wanted)
+    return next(str(path) for path, module in model.named_modules() if module is wanted)
 
 
 @pytest.mark.parametrize("name", BASES)

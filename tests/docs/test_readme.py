@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from scute_compile.cli.demo.rendering import render
 from scute_compile.cli.demo.report import DemoReport, demo
 from tests.docs.pages import README, ROOT, WIDTH, commands, masked
 from tests.docs.test_pages import UPDATE
@@ -34,7 +35,7 @@ def readme() -> str:
 def picture(report: DemoReport) -> str:
     """Return what the demo prints as a picture that fetches nothing."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    report.render(console)
+    render(report, console)
     return FONT.sub("", console.export_svg(title="scute demo", unique_id="demo"))
 
 

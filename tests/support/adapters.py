@@ -1,4 +1,4 @@
-"""Adapters as PEFT itself saves them, one recipe per method and option, every learned value away from the identity."""
+"""Adapters as PEFT saves them: one recipe per method and option, with learned values far from the identity."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TASK = "CAUSAL_LM"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One PEFT configuration, given the architecture's sites."""
+    """A PEFT configuration for an architecture's sites."""
 
     config: Callable[[Sites], object]
     method: str
-    """What the artifact calls it."""
+    """The method's name in artifacts."""
 
 
 def lora(**options: object) -> Callable[[Sites], object]:
@@ -49,7 +49,7 @@ def ia3(inputs: Callable[[Sites], tuple[str, ...]], outputs: Callable[[Sites], t
 
 
 def vera(**options: object) -> Recipe:
-    """VeRA on the values and the layer that leads out of the feed-forward part: two shapes, one shared pair."""
+    """VeRA on the values and the last layer of the MLP: two shapes with one shared pair."""
     return Recipe(
         method="vera",
         config=lambda sites: VeraConfig(
@@ -75,7 +75,7 @@ def oft(**options: object) -> Recipe:
 
 
 def adalora(sites: Sites) -> object:
-    """AdaLoRA whose decoy rank and final rank differ from the one that was trained."""
+    """AdaLoRA whose `r` and final rank differ from the trained rank."""
     return AdaLoraConfig(
         init_r=6,
         target_r=3,
@@ -148,7 +148,7 @@ def draw(model: torch.nn.Module, seed: int) -> None:
 def write_config(config: object, base: str, base_folder: Path, folder: Path, *, seed: int = 5) -> None:
     """Save an adapter of this configuration, drawn from `seed`, as PEFT saves it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's advice on options that the tests choose on purpose
+        warnings.simplefilter("ignore")  # PEFT warns of options that the tests choose deliberately
         model = get_peft_model(load_base(base, base_folder), config)
         draw(model, seed)
         model.save_pretrained(folder)
@@ -156,7 +156,7 @@ def write_config(config: object, base: str, base_folder: Path, folder: Path, *, 
 
 
 def adapter(recipe: str, base: str, bases: Path, adapters: Path) -> Path:
-    """Return the adapter of a recipe on a base, made once under `adapters`."""
+    """Return the adapter of a recipe on a base, written once under `adapters`."""
     base_folder = made_once(bases / base, lambda folder: write_base(base, folder))
     config = RECIPES[recipe].config(BASES[base].sites)
     return made_once(

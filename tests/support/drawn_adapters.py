@@ -1,12 +1,12 @@
-"""Adapters of real models' shapes, drawn at random with no artifact behind them: for benchmarks and tests."""
+"""Random adapters of real models' shapes, packed without an artifact, for benchmarks and tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from scute_compile.base.shapes import SHAPES, ModelShape
 from scute_compile.ir.program import RotationKind
 from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.packed_adapter import (
@@ -22,48 +22,30 @@ from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 
 Draw = Callable[..., torch.Tensor]
 METHODS = ("lora", "dora", "ia3", "oft", "vera", "adalora")
+LLAMA_8B = SHAPES["llama-3.1-8b"]
+SMOLLM2_135M = SHAPES["smollm2-135m"]
+BLOCKS = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
+"""Fused site -> the block of the layer that contains it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The sizes of a gated transformer."""
-
-    hidden: int
-    keys: int
-    """Outputs of `k_proj` and of `v_proj`."""
-    inner: int
-    layers: int
-
-
-LLAMA_8B = Shape(hidden=4096, keys=1024, inner=14336, layers=32)
-SMOLLM2_135M = Shape(hidden=576, keys=192, inner=1536, layers=30)
-
-
-def sites_of(shape: Shape) -> tuple[DirectoryEntry, ...]:
-    """Return the seven projections of every layer, fused ones side by side."""
-    h, k, i = shape.hidden, shape.keys, shape.inner
-    layer = (
-        ("self_attn.q_proj", h, h, "qkv"),
-        ("self_attn.k_proj", h, k, "qkv"),
-        ("self_attn.v_proj", h, k, "qkv"),
-        ("self_attn.o_proj", h, h, "o"),
-        ("mlp.gate_proj", h, i, "gate_up"),
-        ("mlp.up_proj", h, i, "gate_up"),
-        ("mlp.down_proj", i, h, "down"),
-    )
+def sites_of(shape: ModelShape) -> tuple[DirectoryEntry, ...]:
+    """Return the projections of every layer; those of a fused site are adjacent."""
     return tuple(
         DirectoryEntry(
-            name=f"model.layers.{number}.{name}", in_features=inputs, out_features=outputs, gemm=f"{number}.{gemm}"
+            name=f"model.layers.{number}.{BLOCKS[projection.gemm]}.{projection.name}",
+            in_features=projection.inputs,
+            out_features=projection.outputs,
+            gemm=f"{number}.{projection.gemm}",
         )
         for number in range(shape.layers)
-        for name, inputs, outputs, gemm in layer
+        for projection in shape.projections
     )
 
 
 def pair_of(
     sites: Sequence[DirectoryEntry], rank: int, dtype: torch.dtype, *, seed: int = 0, pin: bool = False
 ) -> PairWindow:
-    """Return one VeRA pair as wide as the widest site, as PEFT shares it among all layers."""
+    """Return a VeRA pair as wide as the widest site, which PEFT shares among all layers."""
     generator = torch.Generator().manual_seed(seed)
     widths = max(site.in_features for site in sites), max(site.out_features for site in sites)
     a, b = (
@@ -84,9 +66,9 @@ def tenant(
     seed: int = 0,
     pin: bool = False,
 ) -> PackedAdapter:
-    """Return an adapter of `METHODS` on all sites; IA3 as PEFT's defaults place it, on k, v and the MLP.
+    """Return a random adapter of one of `METHODS` on all sites; IA3 at the sites of PEFT's defaults: k, v and the MLP.
 
-    Values are small enough that a model with it stays finite. VeRA needs a `pair`.
+    Values are small enough that activations of a model stay finite. VeRA requires a `pair`.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -38,7 +38,7 @@ def value(key: str, *shape: int) -> Expression:
 
 
 def linear(name: str, inputs: int, outputs: int, *, row: bool = False, gemm: str = "", up: str = "") -> Linear:
-    """A layer with a bias when its name ends with `k_proj`."""
+    """Return a layer, with a bias when its name ends with `k_proj`."""
     bias = Ref(Source.BASE, f"{name}.bias", (outputs,), "BF16") if name.endswith("k_proj") else None
     return Linear(
         name=name,
@@ -54,7 +54,7 @@ def linear(name: str, inputs: int, outputs: int, *, row: bool = False, gemm: str
 
 
 def context(linears: Iterable[Linear]) -> Context:
-    """The context of passes after parsing, over a base of these layers; every tensor has ordinary values."""
+    """Return a context over a base of these layers, in which every tensor has ordinary values."""
     structure = ModelStructure(
         model_type="made", linears={linear.name: linear for linear in linears}, tensors={}, dtype=DType.BFLOAT16
     )
@@ -62,7 +62,7 @@ def context(linears: Iterable[Linear]) -> Context:
 
 
 def planned(method: Method, sites: Sequence[Site], *, also: Sequence[Linear] = (), tp: int = 1) -> Program:
-    """Run every pass after parsing; `also` are layers of the base that the adapter doesn't touch."""
+    """Run every pass after `parse`; `also` are layers of the base that the adapter doesn't touch."""
     settings = (("made", "by hand"),)
     program = Program(method=method, stage=Stage.PARSED, sites=tuple(sites), target=Target(tp=tp), settings=settings)
     given = context([*(site.linear for site in sites), *also])
@@ -73,7 +73,7 @@ def planned(method: Method, sites: Sequence[Site], *, also: Sequence[Linear] = (
 
 
 def dora(layers: Sequence[int] = range(4), *, tp: int = 1) -> Program:
-    """DoRA on q_proj and o_proj, c = 2."""
+    """Return a program of DoRA on q_proj and o_proj, with c = 2."""
     sites = []
     for layer in layers:
         for short, row in (("q_proj", False), ("o_proj", True)):
@@ -87,7 +87,7 @@ def dora(layers: Sequence[int] = range(4), *, tp: int = 1) -> Program:
 
 
 def vera(layers: Sequence[int] = (0, 1, 3), *, tp: int = 1) -> Program:
-    """VeRA on q_proj and v_proj over one shared pair of rank 16."""
+    """Return a program of VeRA on q_proj and v_proj, over one shared pair of rank 16."""
     whole_a, whole_b = value("vera_A", 16, 96), value("vera_B", 16, 96)
     sites = []
     for layer in layers:
@@ -101,7 +101,7 @@ def vera(layers: Sequence[int] = (0, 1, 3), *, tp: int = 1) -> Program:
 
 
 def ia3(layers: Sequence[int] = range(3), *, tp: int = 1) -> Program:
-    """IA3 on k_proj, which has a bias, and on the input of down_proj, which moves to up_proj."""
+    """Return a program of IA3 on k_proj, which has a bias, and on the input of down_proj, which moves to up_proj."""
     sites, ups = [], []
     for layer in layers:
         key = linear(f"model.layers.{layer}.self_attn.k_proj", 64, 32)
@@ -117,7 +117,7 @@ def ia3(layers: Sequence[int] = range(3), *, tp: int = 1) -> Program:
 
 
 def oft(layers: Sequence[int] = range(2), *, tp: int = 1) -> Program:
-    """OFT on the fused q_proj and v_proj: blocks of 8, and one block that repeats."""
+    """Return a program of OFT on the fused q_proj and v_proj: blocks of 8, and one block that repeats."""
     sites = []
     for layer in layers:
         for short, blocks in (("q_proj", 8), ("v_proj", 1)):

@@ -1,12 +1,11 @@
-"""The kernels of several ranks, under Triton's interpreter; `test_kernels.py` runs this file in a process of its own.
+"""The kernels of several ranks with fully sharded terms, against PEFT.
 
-Ranks are processes over gloo, which inherit the interpreter's switch. As in `kernel_checks.py`, buffers hold NaN until
-they are written, and K is cut into several runs.
+Ranks are processes over gloo, which inherit the choice of the interpreter. As in the other tests of kernels, buffers
+hold NaN until they are written, and K is cut into several runs.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,18 @@ from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.step import layer as served_layer
-from scute_compile.runtime_min.step.arguments import Features, Gemm, PoolTensors, capacity_of
-from scute_compile.runtime_min.step.plan import StepRegions
+from scute_compile.runtime_min.step.arguments import Features
+from scute_compile.runtime_min.step.op import _arguments
+from tests.kernels.checks import spread_booleans
 from tests.support.commands import compiled
 from tests.support.rank_processes import Answer, on_ranks
 from tests.support.served import Compiled, ids_of, logprobs, peft_model, relative_error
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
-
 FLOAT32 = 5e-5
-"""As in `tests/runtime_min/ranks/test_served_ranks.py`."""
+"""As in `test_served_ranks.py`."""
 WIDE, ROWS = "lora-21", "lora-on-rows"
 RECIPES = ("lora-5", "dora", WIDE, "vera")
-"""Ranks that two and three ranks don't divide, and one above the wide tiles of the expand."""
+"""LoRA ranks that two and three ranks do not divide, and one above the wide tiles of the expand."""
 
 
 def by_kernels(
@@ -49,18 +47,16 @@ def by_kernels(
     features: Sequence[int],
     exchange: Any = None,  # noqa: ANN401 - the stand-in of two functions
 ) -> torch.Tensor:
-    """Run the kernels as on a GPU."""
+    """Run the layer as on a GPU."""
     from scute_compile.runtime_min.step import launch
 
-    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
-    regions, gemm = StepRegions(capacity_of(capacity), step), Gemm(first_site=first_site, widths=tuple(widths))
-    return launch.adapted_linear(x, weight, bias, tables, regions, gemm, Features.of_numbers(features), exchange)
+    arguments = _arguments(pages, page_map, directory, shared, step, first_site, widths, capacity)
+    return launch.adapted_linear(x, weight, bias, *arguments, Features.of_numbers(features), exchange)
 
 
 def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, options: dict[str, Any]) -> Answer:
-    """One batch through the kernels, on every rank."""
-    from scute_compile.runtime_min.step import launch
-    from tests.runtime_min.step.kernel_checks import spread_booleans
+    """Run one batch through the kernels, on every rank."""
+    from scute_compile.runtime_min.step import launch_decode
 
     served = ServedModel.for_rank(
         load_model(base),
@@ -73,12 +69,12 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
     )
     for recipe in dict.fromkeys(recipes):
         served.load_adapter(store / recipe, adapter_name=recipe)
-    served.pool.ensure(recipes[::-1] if served.ranks.rank else recipes)  # slots differ, as in the test of the reference
+    served.pool.ensure(recipes[::-1] if served.ranks.rank else recipes)  # adapter indices differ
     torch.use_deterministic_algorithms(mode=True)
     with (
         spread_booleans(),
-        patch.object(launch, "RUN_GRANULES", 8),
-        patch.object(launch, "SHARED_STEP", 32),
+        patch.object(launch_decode, "RUN_GRANULES", 8),
+        patch.object(launch_decode, "SHARED_STEP", 32),
         patch.object(served_layer, "exchanged_linear", by_kernels),
         patch.object(served_layer, "adapted_linear", by_kernels),
     ):
@@ -88,13 +84,13 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
 
 @pytest.fixture
 def store(base_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str, int], None]:
-    """Write every adapter for a base, on one of its layers since the interpreter takes its time, and compile it."""
+    """Write every adapter for a base, on only one of its layers since the interpreter is slow, and compile it."""
     from tests.support.adapters import lora, vera, write_config
     from tests.support.bases import BASES
 
     def make(base: str, tp: int) -> None:
         where, sites, one = base_folder(base), BASES[base].sites, {"layers_to_transform": [1]}
-        on_rows = {"target_modules": [sites.attention_out, sites.down]}  # divided nowhere, and yet in whole shares
+        on_rows = {"target_modules": [sites.attention_out, sites.down]}  # not divided, but padded to whole shares
         configs = {
             "lora-5": lora(r=5, **one),
             "dora": lora(use_dora=True, **one),

@@ -1,4 +1,4 @@
-"""Commands on artifacts say when they are asked for other numbers, and whose a finding is when there are several."""
+"""Commands refuse artifacts that differ from the request, and findings name their adapter in a call with several."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def artifact(pair: Pair, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", ["inspect", "explain-folds"])
 @pytest.mark.parametrize("option", OTHERS)
-def test_an_artifact_is_not_described_for_other_numbers(command: str, option: str, artifact: Path) -> None:
+def test_an_artifact_is_not_described_for_another_target(command: str, option: str, artifact: Path) -> None:
     words, code, status = OTHERS[option]
     if command == "inspect" and option in {"--tenants", "--tokens"}:
-        return  # it has no routes to choose
+        return  # inspect has no such options
     ran = scute(command, artifact, *words)
     assert (ran.code, ran.out) == (status, "")
     assert code in ran.err
@@ -42,11 +42,11 @@ def test_an_artifact_is_not_described_for_other_numbers(command: str, option: st
 
 
 @pytest.mark.parametrize("command", ["inspect", "explain-folds"])
-def test_an_artifacts_own_numbers_may_be_said(command: str, artifact: Path, base_folder: Folder) -> None:
+def test_the_target_of_an_artifact_may_be_given(command: str, artifact: Path, base_folder: Folder) -> None:
     plain = scute(command, artifact)
-    said = scute(command, artifact, "--tp", 1, "--lora-sharding", "default", "--base", base_folder("llama"))
-    assert (plain.code, said.code) == (0, 0)
-    assert said.out == plain.out
+    explicit = scute(command, artifact, "--tp", 1, "--lora-sharding", "default", "--base", base_folder("llama"))
+    assert (plain.code, explicit.code) == (0, 0)
+    assert explicit.out == plain.out
 
 
 @pytest.mark.parametrize("command", ["inspect", "explain-folds"])
@@ -55,7 +55,7 @@ def test_an_artifact_is_not_described_for_another_base(command: str, artifact: P
     assert (ran.code, "SC608" in ran.err) == (1, True)
 
 
-def test_verify_says_that_the_adapter_changed_since_it_was_compiled(pair: Pair, tmp_path: Path) -> None:
+def test_verify_notes_that_the_adapter_changed_since_it_was_compiled(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
     copy = Path(shutil.copytree(adapter, tmp_path / "lora"))
     artifact = compiled(copy, base, tmp_path / "store")
@@ -90,7 +90,7 @@ def _with_base(adapter: Path, folder: Path, base: str) -> Path:
 
 
 @pytest.mark.parametrize("first", ["good", "lost"])
-def test_a_base_that_is_not_there_stops_its_own_adapters_alone(first: str, pair: Pair, tmp_path: Path) -> None:
+def test_a_missing_base_refuses_only_the_adapters_that_name_it(first: str, pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
     folders = {
         "good": _with_base(adapter, tmp_path / "good", str(base)),
@@ -101,19 +101,20 @@ def test_a_base_that_is_not_there_stops_its_own_adapters_alone(first: str, pair:
         ran = scute(command[0], *ordered, *command[1:], "--json")
         assert ran.code == 1
         outcomes = {
-            one["name"]: (one["outcome"], [f["code"] for f in one["findings"]]) for one in ran.answer["adapters"]
+            item["name"]: (item["outcome"], [finding["code"] for finding in item["findings"]])
+            for item in ran.answer["adapters"]
         }
         assert outcomes["lost"] == ("refused", ["SC401"])
         assert outcomes["good"][0] == "exact"
-        assert [one["name"] for one in ran.answer["adapters"]] == [folder.name for folder in ordered]
+        assert [item["name"] for item in ran.answer["adapters"]] == [folder.name for folder in ordered]
         assert scute(command[0], folders["lost"], *command[1:]).code == 2
     assert (tmp_path / "store" / "good" / "manifest.json").is_file()
 
 
-def test_findings_say_whose_they_are_where_there_are_several_adapters(pair: Pair, tmp_path: Path) -> None:
+def test_findings_name_their_adapter_in_a_call_with_several(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
     bad = []
-    for name in ("one", "two"):
+    for name in ("first", "second"):
         saved = Saved.read(adapter)
         key = next(iter(saved.tensors))
         saved.tensors[key] = torch.full_like(saved.tensors[key], float("nan"))

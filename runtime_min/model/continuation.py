@@ -1,4 +1,4 @@
-"""What `scute run` does: all prompts in one batch, each with its adapter, greedily, token by token."""
+"""Continues prompts in one batch, each with its adapter, by greedy decoding."""
 
 from __future__ import annotations
 
@@ -9,45 +9,52 @@ from typing import Any
 
 import torch
 
-from scute_compile.cli.run.request import Answer, Prompt
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.artifact import Artifact
-from scute_compile.formats.artifact_tensors import TORCH_DTYPES
-from scute_compile.ir.dtypes import DType
+from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.model.served_model import ServedModel
 
-Say = Callable[[Sequence[str]], None]
-"""Takes the text of every row so far, after each token."""
+OnToken = Callable[[Sequence[str]], None]
+"""Called after each step with the text of every row so far."""
 SPARE_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaseModel:
-    """The base as `scute run` needs it."""
+class ServedBase:
+    """A base model to load."""
 
     source: str
-    """As the user named it: a folder or a Hub id."""
+    """The folder or Hub id, as the user named it."""
     folder: Path
-    """Its configuration and weights."""
+    """The folder with its configuration and weights."""
     dtype: str
+    """The dtype of its weights."""
     structure: str
-    """Its structure hash."""
+    """The structure hash."""
 
 
-def run(
-    base: BaseModel, artifacts: Mapping[str, Artifact], prompts: Sequence[Prompt], *, max_new_tokens: int, say: Say
-) -> tuple[Answer, ...]:
-    """Continue every prompt, all of them in one batch, on the GPU if there is one.
+def continue_prompts(
+    base: ServedBase,
+    artifacts: Mapping[str, Artifact],
+    prompts: Sequence[tuple[str | None, str]],
+    *,
+    max_new_tokens: int,
+    on_token: OnToken,
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Continue every prompt in one batch, on the GPU if there is one.
 
-    The base is loaded in the artifacts' dtype; the first one's decides.
+    The base is loaded in the dtype of the first artifact; without artifacts in the dtype of its weights.
 
     Args:
-        base: The base.
-        artifacts: By name; each was compiled for this base.
-        prompts: Rows of the batch.
-        max_new_tokens: Most tokens per row; a row ends early with the model's own end.
-        say: Hears of every token.
+        base: the base.
+        artifacts: artifacts by adapter name, compiled for this base.
+        prompts: for each row the adapter's name, None for the base alone, and the text.
+        max_new_tokens: the largest number of tokens per row. A row ends earlier with an end token.
+        on_token: called after each step.
+
+    Returns:
+        For each row the text and the token ids of the continuation, without the end token.
 
     Raises:
         ScuteError: SC107 without a tokenizer, SC402 when the model can't be loaded, SC703 for prompts that are too
@@ -55,7 +62,7 @@ def run(
             `ServedModel.load_adapter` raises.
     """
     try:
-        return _run(base, artifacts, prompts, max_new_tokens=max_new_tokens, say=say)
+        return _continue(base, artifacts, prompts, max_new_tokens=max_new_tokens, on_token=on_token)
     except torch.OutOfMemoryError as error:
         fail(
             Code.SC814,
@@ -66,21 +73,26 @@ def run(
         )
 
 
-def _run(
-    base: BaseModel, artifacts: Mapping[str, Artifact], prompts: Sequence[Prompt], *, max_new_tokens: int, say: Say
-) -> tuple[Answer, ...]:
+def _continue(
+    base: ServedBase,
+    artifacts: Mapping[str, Artifact],
+    prompts: Sequence[tuple[str | None, str]],
+    *,
+    max_new_tokens: int,
+    on_token: OnToken,
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
     tokenizer = _tokenizer(base)
-    tokens = [_encoded(tokenizer, prompt) for prompt in prompts]
+    tokens = [_encoded(tokenizer, text) for _, text in prompts]
     first = next(iter(artifacts.values()), None)
-    dtype = TORCH_DTYPES[first.manifest.dtype if first else DType(base.dtype)]
+    dtype = torch_dtype(first.manifest.dtype if first else base.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(base.folder, dtype=dtype).to(device)
     _check_tokens(base, model, tokens, max_new_tokens)
     served = ServedModel(
         model,
         max_adapters=max(1, len(artifacts)),
-        pool_bytes=_room(rank.bytes for one in artifacts.values() for rank in one.manifest.ranks),
-        shared_bytes=_room(factor.bytes for one in artifacts.values() for factor in one.manifest.factors),
+        pool_bytes=_room(rank.bytes for artifact in artifacts.values() for rank in artifact.manifest.ranks),
+        shared_bytes=_room(factor.bytes for artifact in artifacts.values() for factor in artifact.manifest.factors),
         max_num_batched_tokens=len(tokens) * max(map(len, tokens)),
         max_num_seqs=len(tokens),
         base_structure=base.structure,
@@ -90,26 +102,23 @@ def _run(
     ends, pad = _ends(model, tokenizer), _pad(model, tokenizer)
     model.generation_config = _greedy(ends)
     ids, mask = _padded(tokens, pad)
-    stream = _Stream(tokenizer, rows=len(tokens), ends=ends, say=say)
+    stream = _Stream(tokenizer, rows=len(tokens), ends=ends, on_token=on_token)
     served.generate(
         ids.to(device),
-        adapter_names=[prompt.adapter for prompt in prompts],
+        adapter_names=[name for name, _ in prompts],
         attention_mask=mask.to(device),
         max_new_tokens=max_new_tokens,
         pad_token_id=pad,
         streamer=stream,
     )
-    return tuple(
-        Answer(prompt=prompt, text=text, tokens=tuple(made))
-        for prompt, text, made in zip(prompts, stream.texts, stream.tokens, strict=True)
-    )
+    return tuple((text, tuple(row)) for text, row in zip(stream.texts, stream.tokens, strict=True))
 
 
 class _Stream:
-    """Gathers the tokens of all rows as `generate` gives them; transformers' own streamers take one row alone."""
+    """Collects the tokens of all rows during `generate`. The streamers of transformers take a single row."""
 
-    def __init__(self, tokenizer: Any, *, rows: int, ends: Sequence[int], say: Say) -> None:  # noqa: ANN401 - transformers' own
-        self._tokenizer, self._ends, self._say = tokenizer, frozenset(ends), say
+    def __init__(self, tokenizer: Any, *, rows: int, ends: Sequence[int], on_token: OnToken) -> None:  # noqa: ANN401 - transformers' class, unannotated
+        self._tokenizer, self._ends, self._on_token = tokenizer, frozenset(ends), on_token
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows
         self._began = False
@@ -117,10 +126,10 @@ class _Stream:
     @property
     def texts(self) -> list[str]:
         """The text of every row so far."""
-        return [self._tokenizer.decode(made, skip_special_tokens=True) for made in self.tokens]
+        return [self._tokenizer.decode(row, skip_special_tokens=True) for row in self.tokens]
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, which comes first, and then one token per row."""
+        """Take the prompts on the first call, and one token per row on each later call."""
         if not self._began:
             self._began = True
             return
@@ -128,13 +137,13 @@ class _Stream:
             self._ended[row] |= token in self._ends
             if not self._ended[row]:
                 self.tokens[row].append(token)
-        self._say(self.texts)
+        self._on_token(self.texts)
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: every token was passed on."""
 
 
-def _tokenizer(base: BaseModel) -> Any:  # noqa: ANN401 - transformers' own class, unannotated
+def _tokenizer(base: ServedBase) -> Any:  # noqa: ANN401 - likewise
     from transformers import AutoTokenizer
 
     local = Path(base.source).is_dir()
@@ -152,36 +161,36 @@ def _tokenizer(base: BaseModel) -> Any:  # noqa: ANN401 - transformers' own clas
         )
 
 
-def _encoded(tokenizer: Any, prompt: Prompt) -> list[int]:  # noqa: ANN401 - likewise
-    tokens: list[int] = tokenizer(prompt.text)["input_ids"]
+def _encoded(tokenizer: Any, text: str) -> list[int]:  # noqa: ANN401 - likewise
+    tokens: list[int] = tokenizer(text)["input_ids"]
     if not tokens:
         fail(
             Code.SC703,
             where="--prompt",
-            found=f"`{prompt.text}`, which is no token",
-            expected="at least one token",
+            found=f"`{text}`, which has no tokens",
+            expected="at least 1 token",
             next="write a longer prompt",
         )
     return tokens
 
 
-def _check_tokens(base: BaseModel, model: Any, tokens: Sequence[Sequence[int]], new: int) -> None:  # noqa: ANN401 - likewise
+def _check_tokens(base: ServedBase, model: Any, tokens: Sequence[Sequence[int]], new: int) -> None:  # noqa: ANN401 - likewise
     if not model.can_generate():
         fail(
             Code.SC402,
             where=base.source,
-            found=f"a {type(model).__name__}, which continues no text",
+            found=f"a {type(model).__name__}, which generates no text",
             expected="a causal language model",
-            next="name the model with its head",
+            next="pass the model with its output head",
         )
     vocabulary = _vocabulary(model)
     if (largest := max(map(max, tokens))) >= vocabulary:
         fail(
             Code.SC703,
             where=base.source,
-            found=f"a tokenizer whose token {largest} stands in a prompt",
-            expected=f"tokens below {vocabulary}, which the model knows",
-            next="put the model's own tokenizer beside it",
+            found=f"a tokenizer that gives token {largest} for a prompt",
+            expected=f"tokens below {vocabulary}, the model's vocabulary",
+            next="put the model's tokenizer into its folder",
         )
     length = max(map(len, tokens)) + new
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -189,7 +198,7 @@ def _check_tokens(base: BaseModel, model: Any, tokens: Sequence[Sequence[int]], 
         fail(
             Code.SC703,
             where="--prompt",
-            found=f"{length} tokens with those to come",
+            found=f"{length} tokens with the new ones",
             expected=f"at most {limit}",
             next="shorten the longest prompt, or ask for fewer tokens with --max-new-tokens",
         )
@@ -206,21 +215,21 @@ def _vocabulary(model: Any) -> int:  # noqa: ANN401 - likewise
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:  # noqa: ANN401 - likewise
-    """Return the tokens that end a row: the model's own, else the tokenizer's."""
-    said = model.generation_config.eos_token_id
-    said = tokenizer.eos_token_id if said is None else said
-    named = said if isinstance(said, (list, tuple)) else [said]
-    return [token for token in named if isinstance(token, int) and 0 <= token < _vocabulary(model)]
+    """Return the end tokens: the model's, or else the tokenizer's."""
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    ends = ends if isinstance(ends, (list, tuple)) else [ends]
+    return [token for token in ends if isinstance(token, int) and 0 <= token < _vocabulary(model)]
 
 
 def _pad(model: Any, tokenizer: Any) -> int:  # noqa: ANN401 - likewise
-    """Return a token for the places that the mask hides; some tokenizers pad with one that the model doesn't have."""
-    said = tokenizer.pad_token_id
-    return said if isinstance(said, int) and 0 <= said < _vocabulary(model) else 0
+    """Return the padding token. Some tokenizers pad with a token that the model lacks; then it is 0."""
+    pad = tokenizer.pad_token_id
+    return pad if isinstance(pad, int) and 0 <= pad < _vocabulary(model) else 0
 
 
 def _greedy(ends: Sequence[int]) -> Any:  # noqa: ANN401 - likewise
-    """Return settings of our own: the base's may ask for beams, samples, penalties, or a stop that needs more."""
+    """Return greedy settings in place of the base's, which may ask for beams, sampling or penalties."""
     from transformers import GenerationConfig
 
     return GenerationConfig(do_sample=False, num_beams=1, eos_token_id=list(ends) or None)
@@ -231,7 +240,7 @@ def _padded(tokens: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, to
     longest = max(map(len, tokens))
     ids = torch.full((len(tokens), longest), pad)
     mask = torch.zeros(len(tokens), longest, dtype=torch.long)
-    for row, held in enumerate(tokens):
-        ids[row, longest - len(held) :] = torch.tensor(held)
-        mask[row, longest - len(held) :] = 1
+    for row, prompt in enumerate(tokens):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
     return ids, mask

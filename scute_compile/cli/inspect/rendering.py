@@ -1,4 +1,4 @@
-"""The tables that `scute inspect` prints."""
+"""Renders the report of `scute inspect` as tables."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from scute_compile.cli.cost.report import readable
+from scute_compile.cli.console import literal, print_line
 from scute_compile.cli.inspect.views import SiteView, SlotView
-from scute_compile.diagnostics import printable
+from scute_compile.cli.outcomes import SHOWN
+from scute_compile.cli.sizes import readable
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import LoraSharding
 
@@ -18,20 +19,16 @@ if TYPE_CHECKING:
 
     from scute_compile.cli.inspect.report import InspectReport
 
-SHOWN = 3
-"""How many findings of one code are printed; JSON has all."""
 SLOTS = ("R", "s", "b", "d", "e", "A", "B")
 HASH_DIGITS = 12
 OTHER_COLUMNS = 60
-"""What the columns beside a site's name take at most; the name folds before a column is lost."""
+"""The widest that the columns beside a site's name get, in characters. A long name folds before a column is lost."""
 
 
 def render(report: InspectReport, console: Console) -> None:
     """Print a heading, then tables of sites, slots, shared factors and ranks; then the findings."""
-    from rich.text import Text
-
     for number, line in enumerate(_heading(report)):
-        console.print(Text(printable(line), "bold" if number == 0 else ""), soft_wrap=number == 0)
+        print_line(console, (line, "bold" if number == 0 else ""))
     if report.sites:
         for table in (
             _sites(report, console.width),
@@ -42,7 +39,7 @@ def render(report: InspectReport, console: Console) -> None:
             console.print()
             console.print(table)
     for line in _findings(report):
-        console.print(Text(printable(line)), soft_wrap=True)
+        print_line(console, line)
 
 
 def _heading(report: InspectReport) -> Iterator[str]:
@@ -64,9 +61,9 @@ def _heading(report: InspectReport) -> Iterator[str]:
     elif report.planned_for_base:
         yield f"planned   tp {report.tp}{full}; sizes as a float32 and as a bfloat16 artifact"
     else:
-        yield "planned   without a base: no cuts and no routes, and sizes that only the base tells are missing"
+        yield "planned   without a base: no cuts and no routes, and sizes that only the base gives are missing"
     if not report.sites:
-        yield "no slot is left: it answers as the base does"
+        yield "no slots are left: the adapter has no effect"
 
 
 def _table(title: str, *columns: str, right: Sequence[str] = (), first_width: int = 0) -> Table:
@@ -82,7 +79,7 @@ def _table(title: str, *columns: str, right: Sequence[str] = (), first_width: in
 
 
 def _sites(report: InspectReport, width: int) -> Table:
-    dtypes = [dtype.value for dtype, _ in report.rank_bytes] or [x.value for x in _dtypes(report)]
+    dtypes = [dtype.value for dtype, _ in report.rank_bytes] or [dtype.value for dtype in _dtypes(report)]
     right = ("x", "in", "out", "rank", *dtypes)
     each = " on the fullest rank" if report.tp > 1 else ""
     columns = ("site", "x", "in", "out", "rank", "slots", *dtypes)
@@ -92,7 +89,7 @@ def _sites(report: InspectReport, width: int) -> Table:
     )
     for group in report.groups:
         site = group.items[0]
-        held = dict(site.bytes)
+        sizes = dict(site.bytes)
         _add(
             table,
             group.label,
@@ -101,7 +98,7 @@ def _sites(report: InspectReport, width: int) -> Table:
             _known(site.out_features),
             ", ".join(map(str, site.ranks)),
             ", ".join(slot.slot for slot in site.slots),
-            *(readable(max(held[x])) if x in held else "?" for x in _dtypes(report)),
+            *(readable(max(sizes[dtype])) if dtype in sizes else "?" for dtype in _dtypes(report)),
         )
     return table
 
@@ -111,17 +108,19 @@ def _dtypes(report: InspectReport) -> tuple[DType, ...]:
 
 
 def _slots(report: InspectReport) -> Table:
-    def told(site: SiteView, slot: SlotView) -> tuple[int, str, str, str]:
-        letter = slot.slot.split(".")[0]
-        shape = f" ({site.rotation})" if letter == "R" else ""
-        where = f"live, {slot.route}" if slot.route else ("a factor" if letter in "AB" else "live")
-        return SLOTS.index(letter), letter + shape, slot.owner.value, where
-
-    counts = Counter(row for site in report.sites for row in {told(site, slot) for slot in site.slots})
+    counts = Counter(row for site in report.sites for row in {_slot_row(site, slot) for slot in site.slots})
     table = _table("slots", "slot", "owner", "computed", "sites", right=("sites",))
-    for (_, letter, owner, where), count in sorted(counts.items()):
-        _add(table, letter, owner, where, f"{count}")
+    for (_, letter, owner, computed), count in sorted(counts.items()):
+        _add(table, letter, owner, computed, f"{count}")
     return table
+
+
+def _slot_row(site: SiteView, slot: SlotView) -> tuple[int, str, str, str]:
+    """Return a slot's place in the table, its name, its owner, and where it is computed."""
+    letter = slot.slot.split(".")[0]
+    shape = f" ({site.rotation})" if letter == "R" else ""
+    computed = f"live, {slot.route}" if slot.route else ("a factor" if letter in "AB" else "live")
+    return SLOTS.index(letter), letter + shape, slot.owner.value, computed
 
 
 def _shared(report: InspectReport) -> Table:
@@ -130,10 +129,10 @@ def _shared(report: InspectReport) -> Table:
     right = ("rank", "features", "sites", *names)
     table = _table("shared factors, once per store", "factor", "rank", "features", "sites", *names, right=right)
     for factor in report.shared:
-        held = dict(factor.bytes)
-        sizes = (readable(held[dtype]) if dtype in held else "?" for dtype in dtypes)
+        sizes = dict(factor.bytes)
+        cells = (readable(sizes[dtype]) if dtype in sizes else "?" for dtype in dtypes)
         name = factor.name if report.dtype is None else factor.name[:HASH_DIGITS]
-        _add(table, name, f"{factor.rank}", _known(factor.features), f"{factor.sites}", *sizes)
+        _add(table, name, f"{factor.rank}", _known(factor.features), f"{factor.sites}", *cells)
     return table
 
 
@@ -142,16 +141,14 @@ def _ranks(report: InspectReport) -> Table:
     files = ["file", "on disk"] if report.files else []
     table = _table("ranks", "rank", *dtypes, *files, right=("rank", "on disk", *dtypes))
     for rank in range(report.tp):
-        sizes = [readable(held[rank]) for _, held in report.rank_bytes]
+        sizes = [readable(ranks[rank]) for _, ranks in report.rank_bytes]
         file = report.files[rank] if report.files else None
         _add(table, f"{rank}", *sizes, *((file.file, readable(file.bytes)) if file else ()))
     return table
 
 
 def _add(table: Table, *cells: str) -> None:
-    from rich.text import Text
-
-    table.add_row(*(Text(printable(cell)) for cell in cells))
+    table.add_row(*(literal(cell) for cell in cells))
 
 
 def _known(size: int) -> str:

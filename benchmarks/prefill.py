@@ -1,10 +1,10 @@
-"""Time of a prefill step over several adapters, beside vLLM's kernels and copy bandwidth: one GPU, one call.
+"""Times the prefill kernels over several adapters, beside vLLM's kernels and copy bandwidth: one GPU, one call.
 
-    python benchmarks/prefill_step.py --json prefill_step.json
+    python benchmarks/prefill.py --json prefill.json
 
-Llama-3.1-8B's four fused GEMMs in bf16, one layer's worth, four distinct layers in rotation, 4096 tokens over 8
-adapters, CUDA graph replays, medians. vLLM's kernels are timed in the same run when `.vllm_ops` is there. Beside the
-steps: the expand alone with and without an output scale, and the rotation alone against a copy of as many bytes.
+Llama-3.1-8B's four fused GEMMs in bf16, one layer's worth, four distinct layers in turn, 4096 tokens over 8 adapters,
+CUDA graph replays, medians. vLLM's kernels are timed in the same run if `.vllm_ops` exists. Beside whole steps: the
+expand alone with and without an output scale, and the rotation alone against a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from decode_step import DEVICE, DISTINCT_LAYERS, DTYPE, GEMMS, SITES, Base, Pool, median_ms, normal
+from decode_step import (
+    DEVICE,
+    DISTINCT_LAYERS,
+    DTYPE,
+    GEMMS,
+    Base,
+    Pool,
+    gemm_of,
+    kernel_ms,
+    median_ms,
+    normal,
+)
 
-from scute_compile.runtime_min.step import launch
+from scute_compile.runtime_min.step import launch_prefill
 from scute_compile.runtime_min.step.arguments import Gemm
+from scute_compile.runtime_min.step.launch import empty_intermediates
 
-FIRSTS = (0, 3, 4, 6)
 POOLS = {
     "lora": ("lora",),
     "dora": ("dora",),
@@ -68,17 +79,12 @@ def vllm_ms(base: Base, adapters: int, rows: int, xs: Sequence[torch.Tensor]) ->
 def expand_ms(pool: Pool, xs: Sequence[torch.Tensor]) -> float:
     """Return the time of a layer's four expands alone."""
 
-    def run() -> None:
-        for distinct in range(DISTINCT_LAYERS):
-            for index, (_, _, widths) in enumerate(GEMMS):
-                gemm = Gemm(first_site=distinct * SITES + FIRSTS[index], widths=widths)
-                held = launch.room_for(xs[index], gemm, pool.buffers, pool.features)
-                launch._expand(  # noqa: SLF001 - one kernel alone
-                    outputs[index], held, None, pool.tensors, pool.buffers, gemm, pool.features, xs[index]
-                )
+    def run(index: int, gemm: Gemm) -> None:
+        held = empty_intermediates(xs[index], gemm, pool.buffers, pool.features)
+        launch_prefill.expand(outputs[index], held, None, pool.tensors, pool.buffers, gemm, pool.features, len(xs[0]))
 
     outputs = [normal(len(xs[0]), sum(widths)) for _, _, widths in GEMMS]
-    return median_ms(run, 20) / DISTINCT_LAYERS
+    return kernel_ms(run)
 
 
 def scaled_expands(adapters: int, rows: int, xs: Sequence[torch.Tensor], rounds: int = 7) -> dict[str, float]:
@@ -99,13 +105,12 @@ def rotation(pool: Pool, xs: Sequence[torch.Tensor]) -> list[dict[str, float]]:
     """Return, for each GEMM, the bytes that the rotation must move and its rate beside a copy's."""
     rows = []
     for index, (_, k, widths) in enumerate(GEMMS):
-        gemm = Gemm(first_site=FIRSTS[index], widths=widths)
-        x = xs[index]
+        x, gemm = xs[index], gemm_of(0, index)
 
-        def turn(x: torch.Tensor = x, gemm: Gemm = gemm) -> torch.Tensor:
-            return launch._rotate(x, pool.tensors, pool.buffers, gemm, pool.features)  # noqa: SLF001 - one kernel alone
+        def rotate(x: torch.Tensor = x, gemm: Gemm = gemm) -> torch.Tensor:
+            return launch_prefill.rotate(x, pool.tensors, pool.buffers, gemm, pool.features)
 
-        taken = median_ms(turn, 20)
+        taken = median_ms(rotate, 20)
         moved = x.numel() * 2 * (2 + len(widths))  # x in; a copy and one delta row per slice out
         source = torch.empty(moved // 4, dtype=DTYPE, device=DEVICE)
         target = torch.empty_like(source)

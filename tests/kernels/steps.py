@@ -1,8 +1,8 @@
-"""Adapters of every kind and steps over them, small enough for Triton's interpreter: what `kernel_checks.py` runs."""
+"""Adapters of every kind and steps over them, small enough for Triton's interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -20,7 +20,7 @@ from scute_compile.runtime_min.pool.packed_adapter import (
     window_of,
 )
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
-from scute_compile.runtime_min.reference import SiteTensors, TermTensors
+from scute_compile.runtime_min.reference import SiteTensors, TermTensors, rotate
 from scute_compile.runtime_min.step.arguments import (
     Features,
     Gemm,
@@ -30,8 +30,12 @@ from scute_compile.runtime_min.step.arguments import (
     fixed_features,
 )
 from scute_compile.runtime_min.step.op import adapted_linear as by_reference
+from scute_compile.runtime_min.step.op import read_site
 from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
 
+Rows = tuple[int | None, ...]
+"""Numbers of `ADAPTERS`, by row; None for the base."""
+Rotation = Callable[[torch.Tensor, PoolTensors, StepBuffers, Gemm, Features], torch.Tensor]
 GEMMS = ((72, (64, 40, 32)), (520, (64,)))
 SITES = tuple(
     DirectoryEntry(name=f"{number}.{part}", in_features=inputs, out_features=width, gemm=str(number))
@@ -39,7 +43,7 @@ SITES = tuple(
     for part, width in enumerate(widths)
 )
 PAIR_RANK = 43
-"""Not whole blocks of the shrink's."""
+"""Not a multiple of the shrink's blocks."""
 ADAPTERS = (
     "lora-5",
     "dora-16",
@@ -54,8 +58,8 @@ ADAPTERS = (
     "oft-8-partly",
     "oft-wide",
 )
-ROWS = (0, 1, None, 2, 3, 5, 4, 7, 6, 8, 0, 9, 10, 5, 11, 0)
-"""Numbers of `ADAPTERS`; rows of one adapter stand apart, and three of them are two segments of a decode step."""
+ROWS: Rows = (0, 1, None, 2, 3, 5, 4, 7, 6, 8, 0, 9, 10, 5, 11, 0)
+"""Rows of one adapter are apart, and three of them are two segments of a decode step."""
 
 
 @cache
@@ -69,14 +73,14 @@ def factors() -> tuple[PackedFactor, PackedFactor]:
 
 
 def pair(site: DirectoryEntry) -> PairWindow:
-    """The columns that a site uses: some sites don't start at the first, as on the ranks of a tensor-parallel model."""
+    """The columns that a site uses; some do not start at the first, as on the ranks of a tensor-parallel model."""
     a, b = factors()
     column_a, column_b = {"0.0": (16, 0), "0.1": (16, 8), "0.2": (16, 32)}.get(site.name, (0, 0))
     return PairWindow(a=window_of(a, torch.float32, column=column_a), b=window_of(b, torch.float32, column=column_b))
 
 
 def content(adapter: str, site: DirectoryEntry, generator: torch.Generator) -> SiteContent:
-    """One site's tensors as the adapter's name says."""
+    """One site's tensors, by the adapter's name."""
 
     def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * scale
@@ -112,7 +116,8 @@ def pool() -> ResidentPool:
         generator = torch.Generator().manual_seed(len(name) + 100)
         held = [site for site in SITES if not (name.endswith("partly") and site.name == "0.1")]
         contents = {site.name: content(name, site, generator) for site in held}
-        made.load(name, pack_adapter(name, SITES, contents, torch.float32))
+        made.add(name, pack_adapter(name, SITES, contents, torch.float32))
+    made.ensure(ADAPTERS)
     return made
 
 
@@ -120,8 +125,7 @@ def pool() -> ResidentPool:
 class Step:
     """One step over one GEMM, for kernels and reference alike."""
 
-    rows: tuple[int | None, ...]
-    prefill: bool
+    rows: Rows
     buffers: StepBuffers
     features: Features
     tables: PoolTensors
@@ -130,8 +134,7 @@ class Step:
         """The kernels' output for the GEMM of this number."""
         from scute_compile.runtime_min.step.launch import adapted_linear
 
-        gemm = Gemm(first_site=first_site(number), widths=GEMMS[number][1])
-        return adapted_linear(x, weight, bias, self.tables, self.buffers, gemm, self.features)
+        return adapted_linear(x, weight, bias, self.tables, self.buffers, gemm_of(number), self.features)
 
     def reference(self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The reference's output, in float64."""
@@ -145,7 +148,7 @@ class Step:
             tables.directory,
             tables.shared,
             self.buffers.device_copy,
-            first_site(number),
+            gemm_of(number).first_site,
             list(GEMMS[number][1]),
             list(capacity_numbers(self.buffers.capacity)),
             list(self.features.numbers()),
@@ -153,33 +156,69 @@ class Step:
         return out
 
 
-def first_site(number: int) -> int:
-    return sum(len(widths) for _, widths in GEMMS[:number])
+def gemm_of(number: int) -> Gemm:
+    """The sites of the GEMM of this number."""
+    return Gemm(first_site=sum(len(widths) for _, widths in GEMMS[:number]), widths=GEMMS[number][1])
 
 
 def step_of(
-    rows: Sequence[int | None], *, prefill: bool, fixed: bool = False, buffers: StepBuffers | None = None
+    rows: Rows, *, prefill: bool, fixed: bool = False, buffers: StepBuffers | None = None, tokens: int | None = None
 ) -> Step:
-    """Plan a step on the pool's adapters."""
-    held, memory = pool(), pool().memory
-    tensors = {number: held.resident[name] for number, name in enumerate(ADAPTERS)}
+    """Plan a step on the pool's adapters, in given buffers or in new ones for so many tokens."""
+    resident = pool()
+    indices = {number: resident.resident[name] for number, name in enumerate(ADAPTERS)}
     if buffers is None:
+        tokens = tokens or (96 if prefill else 32)
         capacity = Capacity(
-            tokens=96 if prefill else 32,
-            ranks=4096 if prefill else 256,
-            pairs=len(held.pairs),
+            tokens=tokens,
+            ranks=tokens * (PAIR_RANK if prefill else 16),
+            pairs=len(resident.pairs),
             pair_ranks=PAIR_RANK,
             rotated=8,
             prefill=prefill,
         )
         buffers = StepBuffers(capacity, torch.device("cpu"))
-    plan = plan_step([-1 if row is None else tensors[row] for row in rows], held.facts, held.pairs, buffers.capacity)
+    adapters = [-1 if row is None else indices[row] for row in rows]
+    plan = plan_step(adapters, resident.facts, resident.pairs, buffers.capacity)
     buffers.fill(plan)
     features = features_of(plan, whole_granules=True)
     if fixed:
-        features = fixed_features(buffers.capacity, max_adapters=16, prefill=prefill, whole_granules=True)
-    tables = PoolTensors(pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared)
-    return Step(rows=tuple(rows), prefill=prefill, buffers=buffers, features=features, tables=tables)
+        features = fixed_features(buffers.capacity, max_adapters=16, whole_granules=True)
+    return Step(rows=rows, buffers=buffers, features=features, tables=PoolTensors.of(resident.memory))
+
+
+def site_of(step: Step, row: int, number: int, part: int) -> SiteTensors | None:
+    """The tensors of a row's adapter at one slice of a GEMM; None where it has none."""
+    adapter, (k, widths) = step.rows[row], GEMMS[number]
+    if adapter is None:
+        return None
+    index = pool().resident[ADAPTERS[adapter]]
+    return read_site(step.tables, index, gemm_of(number).first_site + part, (k, widths[part]))
+
+
+def term_of(step: Step, row: int, number: int, part: int) -> TermTensors | None:
+    """The low-rank term of a row's adapter at one slice of a GEMM; None where it has none."""
+    site = site_of(step, row, number, part)
+    return site.terms[0] if site is not None and site.terms else None
+
+
+def check_delta_rows(kernel: Rotation, step: Step, number: int) -> None:
+    """Compare a rotation's output with a copy of x and the reference's delta rows, zeros at sites without R."""
+    x, *_ = inputs(number, len(step.rows), bias=False)
+    slices = len(GEMMS[number][1])
+    out = kernel(x, step.tables, step.buffers, gemm_of(number), step.features)
+    assert out.shape == (len(x) + step.features.rotated * slices, x.shape[1])
+    assert torch.equal(out[: len(x)], x)
+    positions = step.buffers.region("rot_position")[: len(x)].tolist()
+    assert sum(position >= 0 for position in positions) == step.features.rotated
+    for row, position in enumerate(positions):
+        for part in range(slices if position >= 0 else 0):
+            site = site_of(step, row, number, part)
+            exact = torch.zeros(x.shape[1], dtype=torch.float64)
+            if site is not None and site.delta is not None and site.rotation is not None:
+                exact = rotate(x[row].double(), site.delta.double(), site.rotation)
+            delta = out[len(x) + position * slices + part]
+            assert (delta - exact).norm() <= 1e-6 * exact.norm(), (row, part)
 
 
 def inputs(number: int, rows: int, *, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
