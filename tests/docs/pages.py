@@ -26,7 +26,7 @@ FENCE = re.compile(r"^```(?P<kind>\w+)(?P<options>[^\n]*)\n(?P<body>.*?)^```$", 
 GENERATED = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of generated -->$)", re.DOTALL | re.MULTILINE
 )
-VARYING = re.compile(r"\d+(?:\.\d+)?e[-+]\d+|\b\d\.\d{3}\b|\b[0-9a-f]{12}\b")
+VARYING = re.compile(r"\d+(?:\.\d+)?e[-+]\d+|\b\d\.\d{3}\b|\b[0-9a-f]{12,16}\b")
 """What another processor or torch prints differently: rounding errors, effects, hashes of random weights."""
 MAKES_THE_EXAMPLE = "scute demo -o example"
 RUN_ELSEWHERE = {

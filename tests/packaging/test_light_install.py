@@ -26,8 +26,8 @@ def light_scute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh virtual environment with the default install; returns its `scute` command."""
     folder = tmp_path_factory.mktemp("light") / "venv"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", ROOT], check=True, cwd=folder)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", str(ROOT)], check=True, cwd=folder)
     return folder / "bin" / "scute"
 
 
