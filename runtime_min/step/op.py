@@ -180,7 +180,7 @@ def _kernels() -> ModuleType:
             where="the runtime on a GPU",
             found=f"no module named {error.name!r}",
             expected="triton",
-            next="`pip install triton`, or serve on the CPU",
+            next="`pip install 'scute-compile[runtime]'`, or serve on the CPU",
         )
     return launch
 

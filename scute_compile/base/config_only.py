@@ -48,7 +48,7 @@ def _state(config_path: Path) -> Mapping[str, torch.Tensor]:
             where=str(config_path),
             found=f"a base without weights, and no package `{missing.name}`",
             expected="torch and transformers, to derive the base's structure from its configuration alone",
-            next=f"`pip install torch transformers`, or {_WEIGHTS_HELP}",
+            next=f"`pip install 'scute-compile[compile]'`, or {_WEIGHTS_HELP}",
         )
     try:
         # Code that is part of a model's repository is never run.

@@ -291,8 +291,8 @@ class Code(Enum):
     )
     SC701 = (
         "a package is missing",
-        "The light install plans and checks adapters. Compiling and verifying need torch and peft.",
-        "`pip install torch peft`",
+        "The default install plans and checks adapters. Compiling, verifying and serving need an extra.",
+        "`pip install 'scute-compile[compile]'`",
     )
     SC702 = (
         "not comparable with the installed PEFT",

@@ -45,7 +45,7 @@ def compile_planned(
             where="compile",
             found=f"no module named {error.name!r}",
             expected="torch",
-            next="`pip install torch peft`, or compile on another machine",
+            next="`pip install 'scute-compile[compile]'`, or compile on another machine",
         )
     identity = {"structure": base.structure_hash(), "content": content_hash(base.checkpoint)}
     packages = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.readme import ROOT
+from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in a separate environment")
 
