@@ -4,8 +4,8 @@ python examples/vllm/serve.py
 python examples/vllm/serve.py --base BASE --adapter NAME=ARTIFACT --adapter NAME=ARTIFACT --question "Water boils at"
 
 Without arguments it makes a base and adapters, compiles them, and checks that each gives the answer that it was trained
-to give. All files are in a temporary folder, and the server ends with the script. docs/serving.md says how to install
-vLLM.
+to give. All files are in a temporary folder, and the server ends with the script. docs/how-to/serve-with-vllm.md says
+how to install vLLM.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> int:
     if malformed := [text for text in arguments.adapter if not all(text.partition("="))]:
         parser.error(f"--adapter {malformed[0]}: expected NAME=ARTIFACT")
     if find_spec("vllm") is None:
-        parser.error("vLLM is not installed here; docs/serving.md says how")
+        parser.error("vLLM is not installed here; docs/how-to/serve-with-vllm.md says how")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which stops the server
     with TemporaryDirectory(prefix="scute-vllm-") as temporary:
         folder = Path(temporary)
