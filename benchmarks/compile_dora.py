@@ -125,8 +125,10 @@ def cat(base: Path) -> None:
 
 def compile_once(base: Path, adapter: Path) -> None:
     """Compile into a new store, as `scute compile` does after its imports."""
+    from scute_compile.driver.bases import open_model
+    from scute_compile.driver.packing import compile_planned
     from scute_compile.ir.target import Target
-    from scute_compile.pipeline import compile_planned, open_model, plan
+    from scute_compile.pipeline import plan
 
     with tempfile.TemporaryDirectory(dir=base.parent) as store:
         opened = open_model(str(base), weights=True)
@@ -138,10 +140,11 @@ def compile_once(base: Path, adapter: Path) -> None:
 
 def norms_alone(base: Path, adapter: Path) -> Callable[[], object]:
     """Return a call that computes all column norms with the compiler; the base is open and the adapter planned."""
+    from scute_compile.driver.bases import open_model
     from scute_compile.ir.dtypes import DType
     from scute_compile.ir.target import Target
     from scute_compile.pack.pack import Package, read_norms
-    from scute_compile.pipeline import open_model, plan
+    from scute_compile.pipeline import plan
 
     opened = open_model(str(base), weights=True)
     planned = plan(str(adapter), opened, Target())

@@ -1,12 +1,13 @@
-"""Time of one decode step with many adapters, beside vLLM's kernels and the byte floor: one GPU, one call.
+"""Times one decode step with many adapters, beside vLLM's kernels and a floor by bytes: one GPU, one call.
 
     python benchmarks/decode_step.py --json decode_step.json
 
-Llama-3.1-8B's layer shapes in bf16, all seven projections as four fused GEMMs, four distinct layers in rotation for
-32, one token per tenant, every tenant another adapter, CUDA graph replays, medians. vLLM's kernels are timed in the
-same run when `.vllm_ops` is there (see `unpack_vllm_ops.sh`). Floor: adapter bytes over the read bandwidth that a sum
-over 2 GiB reached, plus launches times the cost of a tiny kernel in a graph, both measured here. Model: what
-`time_model.py` says, from launches of the runtime's own kernels and from reads of as many bytes, measured here as well.
+Llama-3.1-8B's layer shapes in bf16, all seven projections as four fused GEMMs, four distinct layers in turn for 32, one
+token per tenant, a different adapter per tenant, CUDA graph replays, medians. vLLM's kernels are timed in the same run
+if `.vllm_ops` exists (see `unpack_vllm_ops.sh`). Floor: adapter bytes over the read bandwidth of a sum over 2 GiB, plus
+launches times the cost of a tiny kernel in a graph, both measured in the run. Model: the prediction of `time_model.py`
+from launches of the runtime's kernels and from reads of as many bytes, also measured in the run. `shrink.py`,
+`expand.py` and `rotate.py` time the kernels of such a step one by one.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ GEMMS = (
     ("gate_up", 4096, (14336, 14336)),
     ("down", 14336, (4096,)),
 )
-SITES = 7
+SITES, FIRSTS = 7, (0, 3, 4, 6)
+"""Sites of a layer, and the first site of each of its GEMMs."""
 PAIR_RANK, BLOCK = 256, 32
 LAUNCHES = {"lora": 2, "dora": 2, "ia3": 1, "vera": 2, "oft": 2}
 Call = Callable[[], object]
+Kernel = Callable[[int, Gemm], object]
+"""Launches one kernel, given the index of a GEMM in `GEMMS` and its sites."""
 
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -47,7 +51,7 @@ def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def median_ms(call: Call, repeats: int = 20) -> float:
-    """Return the median time of a graph's replay in milliseconds."""
+    """Return the median time of a CUDA graph's replay in milliseconds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -68,6 +72,22 @@ def median_ms(call: Call, repeats: int = 20) -> float:
     return statistics.median(times[3:])
 
 
+def kernel_ms(kernel: Kernel, repeats: int = 20) -> float:
+    """Return the median time of one kernel's launches in one layer, on all of its GEMMs, in milliseconds."""
+
+    def run() -> None:
+        for distinct in range(DISTINCT_LAYERS):
+            for index in range(len(GEMMS)):
+                kernel(index, gemm_of(distinct, index))
+
+    return median_ms(run, repeats) / DISTINCT_LAYERS
+
+
+def gemm_of(distinct: int, index: int) -> Gemm:
+    """Return the sites of one GEMM of one distinct layer."""
+    return Gemm(first_site=distinct * SITES + FIRSTS[index], widths=GEMMS[index][2])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
     """Weights of the distinct layers, in the order of `GEMMS`."""
@@ -76,7 +96,7 @@ class Base:
 
     @classmethod
     def random(cls) -> Base:
-        """Draw them."""
+        """Draw random weights."""
         return cls(
             weights=tuple(
                 tuple(normal(sum(widths), k, scale=k**-0.5) for _, k, widths in GEMMS) for _ in range(DISTINCT_LAYERS)
@@ -92,12 +112,12 @@ class Base:
 
 
 class Pool:
-    """Adapters of several methods, resident, and the plan of a step with a row or more for each."""
+    """Resident adapters of several methods, and the plan of a step with one or more rows for each."""
 
     def __init__(
         self, methods: Sequence[tuple[str, int]], *, rows: int = 1, pair_rank: int = PAIR_RANK, block: int = BLOCK
     ) -> None:
-        """Make and load one adapter per `(method, rank)`; more than one row each is a prefill step."""
+        """Load one adapter per `(method, rank)`; more than one row per adapter is a prefill step."""
         sites = sites_of(replace(LLAMA_8B, layers=DISTINCT_LAYERS))
         pair = pair_of(sites, pair_rank, DTYPE) if any(method == "vera" for method, _ in methods) else None
         made = {
@@ -110,29 +130,31 @@ class Pool:
         self.bytes = sum(made[key].buffer.numel() for key in methods) * LAYERS // DISTINCT_LAYERS
         self.resident = ResidentPool(sites, num_pages=pages, max_adapters=len(methods), dtype=DTYPE, device=DEVICE)
         names = [f"{method}-{rank}-{number}" for number, (method, rank) in enumerate(methods)]
-        slots = [self.resident.load(name, made[key]) for name, key in zip(names, methods, strict=True)]
+        for name, key in zip(names, methods, strict=True):
+            self.resident.add(name, made[key])
+        adapters = list(self.resident.ensure(names).values())
         torch.cuda.synchronize()
         facts, pairs = self.resident.facts, self.resident.pairs
-        rotated = sum(facts[slot].rotated for slot in slots) * rows
-        ranks = sum(max(facts[slot].rank, facts[slot].pair_rank if rows > 1 else 0) for slot in slots) * rows
+        rotated = sum(facts[adapter].rotated for adapter in adapters) * rows
+        ranks = sum(max(facts[each].rank, facts[each].pair_rank if rows > 1 else 0) for each in adapters) * rows
         capacity = Capacity(
-            tokens=len(slots) * rows, ranks=max(16, ranks), pairs=max(1, len(pairs)), rotated=rotated, prefill=rows > 1
+            tokens=len(adapters) * rows,
+            ranks=max(16, ranks),
+            pairs=max(1, len(pairs)),
+            rotated=rotated,
+            prefill=rows > 1,
         )
         self.buffers = StepBuffers(capacity, DEVICE)
-        plan = plan_step([slot for slot in slots for _ in range(rows)], facts, pairs, capacity)
+        plan = plan_step([adapter for adapter in adapters for _ in range(rows)], facts, pairs, capacity)
         self.buffers.fill(plan)
-        memory = self.resident.memory
-        self.tensors = PoolTensors(
-            pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared.flatten()
-        )
+        self.tensors = PoolTensors.of(self.resident.memory)
         self.features = features_of(plan, whole_granules=True)
 
     def layer(self, xs: Sequence[torch.Tensor]) -> Callable[[int, int, torch.Tensor], object]:
         """Return the adapted layer for `Base.step`."""
-        firsts = (0, 3, 4, 6)
 
         def run(distinct: int, index: int, weight: torch.Tensor) -> torch.Tensor:
-            gemm = Gemm(first_site=distinct * SITES + firsts[index], widths=GEMMS[index][2])
+            gemm = gemm_of(distinct, index)
             return adapted_linear(xs[index], weight, None, self.tensors, self.buffers, gemm, self.features)
 
         return run
@@ -183,20 +205,29 @@ def ceilings() -> tuple[float, float]:
     return read, launch
 
 
+def kernel_options(doc: str | None) -> int:
+    """Return the number of tenants that the command line of a kernel's benchmark asks for."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tenants", type=int, default=20)
+    tenants: int = parser.parse_args().tenants
+    print(f"{torch.cuda.get_device_name()}, {tenants} tenants")
+    return tenants
+
+
 def plain_ms(base: Base, xs: Sequence[torch.Tensor]) -> float:
     """Return the time of a step's base GEMMs."""
     return median_ms(lambda: base.step(lambda _, index, weight: torch.nn.functional.linear(xs[index], weight)))
 
 
 def launch_costs(base: Base) -> Mapping[str, float]:
-    """Return by method the milliseconds that its kernels add at one GEMM where there is next to nothing to move.
+    """Return by method the milliseconds that its kernels add at one GEMM with a minimum of bytes to read.
 
     One tenant of LoRA of rank 1, of IA3, of VeRA on a pair of rank 16 (the expand's least block; two of the shrink's),
     of OFT with blocks of 8, whose rows in the GEMM itself are not counted.
     """
     xs = [normal(1, k) for _, k, _ in GEMMS]
-    turned = [normal(1 + len(widths), k) for _, k, widths in GEMMS]
-    plain = dict.fromkeys(("lora", "ia3", "vera"), plain_ms(base, xs)) | {"oft": plain_ms(base, turned)}
+    rotated = [normal(1 + len(widths), k) for _, k, widths in GEMMS]
+    plain = dict.fromkeys(("lora", "ia3", "vera"), plain_ms(base, xs)) | {"oft": plain_ms(base, rotated)}
     pools = {method: Pool([(method, 1)], pair_rank=16, block=8) for method in plain}
     costs = {
         method: (median_ms(lambda p=pool: base.step(p.layer(xs))) - plain[method]) / (LAYERS * len(GEMMS))
@@ -207,7 +238,7 @@ def launch_costs(base: Base) -> Mapping[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Tells what a pool of adapters with one row each should add to a step."""
+    """Predicts the time that a pool of adapters with one row each adds to a step."""
 
     read: ReadTimes
     costs: Mapping[str, float]
@@ -217,8 +248,8 @@ class Model:
         """Return milliseconds; `plain` is the time of the base's GEMMs for the same rows."""
         traffic = [moved(methods, gemm, pair_rank=PAIR_RANK, block=BLOCK, size=DTYPE.itemsize) for gemm in GEMMS]
         added = LAYERS * modelled_ms(traffic, [method for method, _ in methods], self.read, self.costs)
-        if turned := sum(method == "oft" for method, _ in methods):
-            rows = [normal(len(methods) + turned * len(widths), k) for _, k, widths in GEMMS]
+        if rotated := sum(method == "oft" for method, _ in methods):
+            rows = [normal(len(methods) + rotated * len(widths), k) for _, k, widths in GEMMS]
             added += plain_ms(base, rows) - plain
         return added
 
@@ -235,16 +266,16 @@ def measure(
     for name, methods in pools(tenants).items():
         pool = Pool(methods)
         inputs = [x[: len(methods)].contiguous() for x in xs]
-        own = plain if len(methods) == tenants else plain_ms(base, inputs)
+        base_ms = plain if len(methods) == tenants else plain_ms(base, inputs)
         step = median_ms(lambda p=pool, ins=inputs: base.step(p.layer(ins)))
         most = max(LAUNCHES[method] for method, _ in methods)
         floor = pool.bytes / read * 1e3 + LAYERS * len(GEMMS) * most * launch * 1e3
-        told, added = model(base, methods, own), step - own
-        errors.append(abs(told / added - 1))
-        rows[name] = {"step_ms": step, "added_ms": added, "floor_ms": floor, "model_ms": told, "bytes": pool.bytes}
+        predicted, added = model(base, methods, base_ms), step - base_ms
+        errors.append(abs(predicted / added - 1))
+        rows[name] = {"step_ms": step, "added_ms": added, "floor_ms": floor, "model_ms": predicted, "bytes": pool.bytes}
         print(
             f"  {name:18s} step {step:6.3f}  added {added:6.3f}  floor {floor:5.3f}  "
-            f"model {told:5.3f}  {pool.bytes / 1e6:7.1f} MB",
+            f"model {predicted:5.3f}  {pool.bytes / 1e6:7.1f} MB",
             flush=True,
         )
         del pool
@@ -272,7 +303,7 @@ def main() -> None:
     costs, times = launch_costs(base), read_times(median_ms, DEVICE)
     print("reading alone, us: " + ", ".join(f"{n / 1e6:.1f} MB {times(n) * 1e3:.1f}" for n in (1e6, 4e6, 16e6, 64e6)))
     print(
-        "kernels of one GEMM with next to nothing to move, us: "
+        "kernels of one GEMM with a minimum of bytes to read, us: "
         + ", ".join(f"{method} {cost * 1e3:.1f}" for method, cost in costs.items())
     )
     model = Model(read=times, costs=costs)

@@ -164,17 +164,18 @@ def overlap(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int)
 
     def step(*, prefetch: bool) -> None:
         nonlocal turn
-        with pool.in_use([adapters[turn].name]):
-            for _ in range(20):
-                torch.mm(x, x)
-            if prefetch:
-                turn = (turn + 1) % len(adapters)
-                pool.prefetch([adapters[turn].name])
+        lease = pool.acquire([adapters[turn].name])
+        for _ in range(20):
+            torch.mm(x, x)
+        if prefetch:
+            turn = (turn + 1) % len(adapters)
+            pool.prefetch([adapters[turn].name])
+        pool.release(lease)
 
     alone = timed(lambda: step(prefetch=False), device, repeats)
     together = timed(lambda: step(prefetch=True), device, repeats)
     written = timed(
-        lambda: pool.memory.write_image(adapters[0].buffer, torch.arange(adapters[0].pages, dtype=torch.int32), 0),
+        lambda: pool.memory.write_adapter(adapters[0].buffer, torch.arange(adapters[0].pages, dtype=torch.int32), 0),
         device,
         repeats,
     )

@@ -17,8 +17,8 @@ import torch
 import transformers
 from peft import PeftModel, get_peft_model
 
+import scute_compile as scute
 from scute_compile.base.shapes import SHAPES, ModelShape, gated_shape
-from scute_compile.driver.commands import compile_adapters
 from scute_compile.ir.dtypes import DType, torch_dtype
 from scute_compile.ir.target import LoraSharding, Target
 from scute_compile.runtime_min.base_model import load_model
@@ -143,13 +143,11 @@ def compile_all(base: Path, adapters: Path, store: Path, *, tp: int, sharding: L
     """Compile every adapter into a store.
 
     Raises:
-        RuntimeError: An adapter is refused.
+        ScuteError: An adapter is refused.
     """
     sources = sorted(str(path) for path in adapters.iterdir())
     target = Target(tp=tp, dtype=DType(dtype), lora_sharding=sharding)
-    for outcome in compile_adapters(sources, str(base), target, store, quiet=True):
-        if outcome.outcome == "refused":
-            raise RuntimeError("; ".join(str(finding) for finding in outcome.findings))
+    scute.compile(sources, base=base, target=target, store=store).raise_if_refused()
 
 
 def peft_logprobs(

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
+import scute_compile as scute
 from scute_compile.base.shapes import ModelShape
-from scute_compile.driver.commands import compile_adapters
-from scute_compile.formats.manifest import manifest_digest
+from scute_compile.formats.manifest import manifest_digest, rank_file_name
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from tests.support.drawn_adapters import sites_of
@@ -72,9 +72,8 @@ def write_adapters(folder: Path, shape: ModelShape) -> Mapping[str, Path]:
 
 def compile_all(adapters: Mapping[str, Path], base: Path, store: Path, *, tp: int = 1) -> Mapping[str, Path]:
     """Compile the folders in bf16, derive DoRA's artifact from LoRA's, and return the artifacts by name."""
-    outcomes = compile_adapters(
-        [str(path) for path in adapters.values()], str(base), Target(tp=tp, dtype=DType.BFLOAT16), store, quiet=True
-    )
+    target = Target(tp=tp, dtype=DType.BFLOAT16)
+    outcomes = scute.compile(adapters.values(), base=base, target=target, store=store).adapters
     artifacts = {}
     for name, outcome in zip(adapters, outcomes, strict=True):
         if not outcome.artifact:
@@ -95,9 +94,11 @@ def with_scale(artifact: Path, name: str) -> Path:
         for site in manifest["sites"]:
             width = sum(stop - start for start, stop in site["outputs"][number])
             tensors[f"{site['name']}.ds"] = (torch.randn(width) * 2e-3).to(torch.bfloat16)
-        save_file(tensors, copy / rank["file"], metadata={"format": "scute"})
-        rank["sha256"] = hashlib.sha256((copy / rank["file"]).read_bytes()).hexdigest()
-        rank["bytes"] = (copy / rank["file"]).stat().st_size
+        (copy / rank["file"]).unlink()
+        raw = save(tensors)
+        digest = hashlib.sha256(raw).hexdigest()
+        rank |= {"file": rank_file_name(number, manifest["tp"], digest), "sha256": digest, "bytes": len(raw)}
+        (copy / rank["file"]).write_bytes(raw)
     manifest |= {"name": name, "method": "dora", "sites": [{**site, "scale": True} for site in manifest["sites"]]}
     manifest["bytes"]["ranks"] = sum(rank["bytes"] for rank in manifest["ranks"])
     manifest["digest"] = manifest_digest({key: value for key, value in manifest.items() if key != "digest"})

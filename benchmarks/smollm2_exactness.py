@@ -28,9 +28,11 @@ import transformers
 from peft import PeftModel, get_peft_model
 
 from scute_compile.diagnostics import ScuteError
+from scute_compile.driver.bases import open_model
+from scute_compile.driver.packing import compile_planned
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
-from scute_compile.pipeline import compile_planned, open_model, plan
+from scute_compile.pipeline import plan
 from scute_compile.runtime_min.oracle.verification import verify
 from tests.support.adapters import RECIPES, SMALL_DRAWS, Config, adalora, draw, lora, oft, vera
 from tests.support.bases import Sites

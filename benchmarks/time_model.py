@@ -1,12 +1,11 @@
-"""What a decode step's kernels should take: what a launch costs, and what reading its bytes takes. Nothing is fitted.
+"""Predicts the time of a decode step's kernels from the cost of launches and of reading bytes. Nothing is fitted.
 
-Both are measured in the same run. A launch: the runtime's own kernels with one tenant that has next to nothing to move.
-Bytes: a kernel that only reads as many, from memory that no cache holds, by size. Delta rows of rotations: the base's
-own GEMM with that many more rows.
+Both costs are measured in the same run. Launches: the runtime's kernels with one tenant and a minimum of bytes. Bytes:
+a kernel that only reads that many, uncached, by size. Delta rows of rotations: the base's GEMM with as many more rows.
 
-Left out: activations, partial sums and the base's output, which mostly stay in a cache; that the expand begins while
-the shrink ends; that tokens of a pair beyond sixteen read it again. DoRA's launches count as LoRA's. A shared pair is
-priced as if it came from memory, although a cache may hold it.
+Left out: activations, partial sums and the base's output, which mostly stay in a cache; the overlap of the expand with
+the end of the shrink; the second read of a pair for tokens beyond sixteen. DoRA's launches count as LoRA's. A shared
+pair counts as read from memory, although a cache may hold it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import triton
 import triton.language as tl
 
 READ_VALUES = 4096
-"""Values that one program of the reading kernel adds up."""
+"""Values that a program of the reading kernel adds up."""
 SIZES = (0, *(1 << power for power in range(16, 27)))
 """Bytes per launch, up to 64 MiB."""
 READS = 64
 """Launches that are timed together."""
 FLUSH_BYTES = 1 << 28
-"""Read before them, so that none finds its bytes in a cache from the time before."""
+"""Read before them, so that no bytes of the previous run are cached."""
 Timed = Callable[[Callable[[], object]], float]
 Gemm = tuple[str, int, tuple[int, ...]]
 
@@ -40,13 +39,13 @@ def read_kernel(x_ptr, out_ptr, VALUES: tl.constexpr):  # noqa: ANN001, ANN201 -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTimes:
-    """Milliseconds that reading takes beyond a launch that reads one run alone, by bytes."""
+    """Milliseconds by bytes read, beyond the time of a launch that reads a single run."""
 
     sizes: tuple[int, ...]
     times: tuple[float, ...]
 
     def __call__(self, size: float) -> float:
-        """Return the time between the two nearest sizes, in proportion; beyond the largest, at its rate.
+        """Return the time by linear interpolation; beyond the largest size, at its rate.
 
         >>> times = ReadTimes(sizes=(0, 10, 20), times=(0.0, 1.0, 3.0))
         >>> times(5), times(15), times(40)
@@ -61,7 +60,7 @@ class ReadTimes:
 
 
 def read_times(timed: Timed, device: torch.device) -> ReadTimes:
-    """Measure them, each launch on bytes that the launches before left out of the cache.
+    """Measure the times of reads, each launch on bytes that earlier launches did not bring into the cache.
 
     Args:
         timed: Returns the milliseconds of a call.
@@ -90,7 +89,7 @@ def read_times(timed: Timed, device: torch.device) -> ReadTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """Bytes that the kernels of one GEMM read of adapters."""
+    """Bytes of adapters that the kernels of one GEMM read."""
 
     rotate: int
     shrink: int
@@ -98,7 +97,7 @@ class Moved:
 
 
 def moved(methods: Sequence[tuple[str, int]], gemm: Gemm, *, pair_rank: int, block: int, size: int) -> Moved:
-    """Return what a step with one row of each adapter reads at a GEMM; a pair is read once for all of its tenants.
+    """Return the bytes that a step with one row per adapter reads at a GEMM; all tenants of a pair share one read.
 
     Args:
         methods: Method and rank of each adapter.
@@ -111,31 +110,31 @@ def moved(methods: Sequence[tuple[str, int]], gemm: Gemm, *, pair_rank: int, blo
     Moved(rotate=32, shrink=256, expand=136)
     """
     _, inputs, widths = gemm
-    outputs, own = sum(widths), {"lora": 0, "dora": 0, "ia3": 0, "oft": 0, "vera": 0}
+    outputs, count = sum(widths), {"lora": 0, "dora": 0, "ia3": 0, "oft": 0, "vera": 0}
     ranks = sum(rank for method, rank in methods if method in ("lora", "dora"))
     for method, _ in methods:
-        own[method] += 1
-    shared = pair_rank if own["vera"] else 0
+        count[method] += 1
+    shared = pair_rank if count["vera"] else 0
     return Moved(
-        rotate=size * own["oft"] * len(widths) * inputs * block,
-        shrink=size * (ranks * len(widths) * inputs + own["vera"] * len(widths) * pair_rank + shared * inputs),
+        rotate=size * count["oft"] * len(widths) * inputs * block,
+        shrink=size * (ranks * len(widths) * inputs + count["vera"] * len(widths) * pair_rank + shared * inputs),
         expand=size
         * (
-            (ranks + own["dora"] + own["vera"] + shared) * outputs + own["ia3"] * sum(widths[1:])  # k, v and up
+            (ranks + count["dora"] + count["vera"] + shared) * outputs + count["ia3"] * sum(widths[1:])  # k, v and up
         ),
     )
 
 
 def modelled_ms(traffic: Sequence[Moved], methods: Sequence[str], read: ReadTimes, costs: Mapping[str, float]) -> float:
-    """Return the milliseconds that kernels should add at some GEMMs, without a rotation's rows in the GEMM itself.
+    """Return the milliseconds that kernels add at some GEMMs, without a rotation's rows in the GEMM itself.
 
-    A mix launches one expand, one shrink where any adapter has low-rank terms, and one rotation where any turns x.
+    A mix launches one expand, one shrink if any adapter has low-rank terms, and one rotation if any rotates x.
 
     Args:
         traffic: Of each GEMM.
         methods: Of the adapters.
-        read: How long reading takes.
-        costs: By method, what a GEMM's launches cost with one least tenant.
+        read: The times of reads.
+        costs: By method, the cost of a GEMM's launches with one tenant and a minimum of bytes.
     """
     expand = costs["ia3"]
     shrink = max((costs[method] - expand for method in {*methods} & {"lora", "dora", "vera"}), default=0.0)

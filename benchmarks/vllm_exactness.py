@@ -60,7 +60,7 @@ def prepare(work: Path, tp: int) -> None:
     import transformers
     from peft import PeftModel, get_peft_model
 
-    from scute_compile.driver.commands import compile_adapters
+    import scute_compile as scute
     from scute_compile.ir.dtypes import DType, torch_dtype
     from scute_compile.ir.target import Target
     from tests.support.adapters import draw, normal, relative
@@ -92,16 +92,14 @@ def prepare(work: Path, tp: int) -> None:
             for dtype in DType
         }
         for dtype in DType:
-            (outcome,) = compile_adapters(
-                [str(work / "adapters" / name)],
-                str(work / "base"),
-                Target(tp=tp, dtype=dtype),
-                work / dtype.value,
+            report = scute.compile(
+                work / "adapters" / name,
+                base=work / "base",
+                target=Target(tp=tp, dtype=dtype),
+                store=work / dtype.value,
                 name=name,
-                quiet=True,
             )
-            if not outcome.artifact:
-                raise SystemExit(f"{name}: {[item.found for item in outcome.findings]}")
+            report.raise_if_refused()
     flat = {f"{name}/{kind}": value for name, by_dtype in expected.items() for kind, value in by_dtype.items()}
     save_file({key: value.contiguous() for key, value in flat.items()}, work / "expected.safetensors")
     (work / "names.json").write_text(json.dumps(list(expected)))

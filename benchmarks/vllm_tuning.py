@@ -1,12 +1,12 @@
-"""A small search for fast settings of vLLM's LoRA kernels, so that the baseline is fair with and without tuning.
+"""Searches for fast settings of vLLM's LoRA kernels, so that the baseline is fair with and without tuning.
 
     found = tuned_config(ops, tokens=20, inputs=4096, widths=(4096, 1024, 1024), rank=16, max_loras=20, ...)
     with ops.forced(shrink=found.shrink.setting, expand=found.expand.setting):
         ...                                   # or write_tuned_folder(folder, [found, ...]); ops.use_folder(folder)
 
 vLLM ships no tuned settings. Each kernel is timed alone, at most `MAX_CANDIDATES` settings of it, by the median of
-ten replays of one CUDA graph that runs it on many layers in turn, so that weights come from memory. First the settings
-that matter most are crossed, then the others are varied one at a time from the best so far.
+ten replays of one CUDA graph that runs it on many layers in turn, so that weights come from memory. The most important
+settings are searched as a grid first, then the others one at a time from the best so far.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What was found for one shape; the shrink's times include the zeroing of its buffer."""
+    """The settings found for one shape; the shrink's times include the zeroing of its buffer."""
 
     tokens: int
     inputs: int
@@ -66,13 +66,13 @@ def tuned_config(
     mapping: torch.Tensor | None = None,
     replays: int = 10,
 ) -> Tuned:
-    """Return the fastest settings for one fused GEMM's shape; the defaults are among those tried.
+    """Return the fastest settings for one fused GEMM's shape; the defaults are among the candidates.
 
-    `mapping` [tokens] holds each row's slot (-1: none) and defaults to the slots in turn. The winners are checked
-    against plain torch. Afterwards the kernels use their defaults again (as after `ops.use_folder(None)`).
+    `mapping` [tokens] holds each row's adapter index (-1: none) and defaults to the indices in turn. The winners are
+    checked against plain torch. Afterwards the kernels use their defaults again (as after `ops.use_folder(None)`).
 
     Raises:
-        ArithmeticError: The winners compute something else.
+        ArithmeticError: The winners' results are wrong.
     """
     device = device or torch.device("cuda")
     if mapping is None:
@@ -136,7 +136,7 @@ def _cold_layers(
 
 
 def shrink_steps(inputs: int, rank: int) -> tuple[tuple[Setting, ...], ...]:
-    """Return the changes to try for the shrink: the first step's in full, each later step's from the best so far."""
+    """Return the changes to try for the shrink: all of the first step, then each later step's from the best so far."""
     wide = 16 if rank <= 16 else 32
     crossed = tuple(
         {"block_m": 16, "block_n": wide, "block_k": block_k, "split_k": split_k, "num_warps": 4, "num_stages": 2}
@@ -217,18 +217,18 @@ class _Timer:
 
 
 def write_tuned_folder(folder: Path, found: Sequence[Tuned]) -> None:
-    """Write vLLM's own tuned files for this GPU, for VLLM_TUNED_CONFIG_FOLDER or `VllmOps.use_folder`.
+    """Write vLLM's tuned files for this GPU, for VLLM_TUNED_CONFIG_FOLDER or `VllmOps.use_folder`.
 
-    vLLM takes the nearest entry where a number isn't listed, except for the number of slices, which must be there. Two
-    sites with equal slices, rank and widest slice share one entry for the expand: the last one's.
+    vLLM takes the nearest entry for a number that is not listed, except for the number of slices, which must be listed.
+    Two sites with equal slices, rank and widest slice share one entry for the expand, that of the last site.
     """
     gpu = torch.cuda.get_device_name().replace(" ", "_").replace("-", "_")
     shrink: Tree = {}
     expand: Tree = {}
-    for one in found:
-        above = (one.max_loras + 1, len(one.widths), one.tokens)
-        _enter(shrink, (*above, one.inputs, one.rank), one.shrink.setting)
-        _enter(expand, (*above, one.rank, max(one.widths)), one.expand.setting)
+    for tuned in found:
+        above = (tuned.max_loras + 1, len(tuned.widths), tuned.tokens)
+        _enter(shrink, (*above, tuned.inputs, tuned.rank), tuned.shrink.setting)
+        _enter(expand, (*above, tuned.rank, max(tuned.widths)), tuned.expand.setting)
     folder.mkdir(parents=True, exist_ok=True)
     for name, tree in ((f"{gpu}_SHRINK.json", shrink), (f"{gpu}_EXPAND_TRUE.json", expand)):
         (folder / name).write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n")

@@ -23,11 +23,11 @@ def main(base: Path, store: Path) -> None:
     for name in ("dora", "vera"):
         served.load_adapter(store / name, adapter_name=name)
     with ContinuousBatch(served, cache_tokens=2048, policy=Policy(patience=2.0)) as batch:
-        first = batch.submit(Request(prompt=(5, 6, 7), adapter="dora", max_new_tokens=8))
+        first = batch.submit(Request(prompt=(5, 6, 7), adapter_name="dora", max_new_tokens=8))
         for event in batch.run():
-            print(event.ticket.request.adapter, event.tokens)
+            print(event.ticket.request.adapter_name, event.tokens)
             if event.ticket is first and len(first.tokens) == 2:
-                batch.submit(Request(prompt=(8, 9), adapter="vera", max_new_tokens=4))
+                batch.submit(Request(prompt=(8, 9), adapter_name="vera", max_new_tokens=4))
 
 
 if __name__ == "__main__":

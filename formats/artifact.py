@@ -1,7 +1,7 @@
-"""Opening an artifact: nothing of it is believed before it is checked.
+"""Opening artifacts with every check that needs no tensor values.
 
-The checks go from the outside in: version, schema, digest, file names, sizes and hashes, headers, shared factors. None
-of them reads tensors as numbers, so none needs torch; `scute_compile.formats.artifact_tensors` loads them.
+The checks, in order: version, schema, digest, file names, sizes and hashes, headers, shared factors. None needs torch;
+`scute_compile.formats.artifact_tensors` loads the tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import NoReturn, cast
 from pydantic import JsonValue, ValidationError
 
 from scute_compile.diagnostics import Code, Findings, ScuteError, fail
-from scute_compile.formats.layout import SAFETENSORS_NAMES, file_layout
+from scute_compile.formats.layout import file_layout
 from scute_compile.formats.manifest import (
+    FORMAT,
     MAJOR,
     MINOR,
     SCHEMA_VERSION,
@@ -26,17 +27,17 @@ from scute_compile.formats.manifest import (
     RankFile,
     SiteRecord,
     manifest_digest,
+    rank_file_name,
 )
-from scute_compile.formats.reading import exists, opened, read_object
+from scute_compile.formats.reading import exists, opened, read_object, sha256_of
 from scute_compile.formats.safetensors import TensorEntry, read_header
-from scute_compile.formats.safetensors_writer import sha256_of
 
 MANIFEST = "manifest.json"
 FACTORS = "factors"
 FACTOR_TENSOR = "factor"
 
-Identity = tuple[int, int, int] | None
-"""Number of a folder, number and time of its manifest; none where there is none."""
+Identity = tuple[int, int] | None
+"""Inode and change time (ns) of a manifest; None without a manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +45,13 @@ class Artifact:
     """A compiled adapter on disk whose manifest and files were checked."""
 
     path: Path
-    """Its folder, absolute."""
+    """The artifact's folder, absolute."""
     manifest: Manifest
     identity: Identity
-    """Of the folder when it was opened."""
+    """The manifest file's identity when the artifact was opened."""
 
     def replaced(self) -> bool:
-        """Return whether another folder has taken the name since: what was read meanwhile may be of both."""
+        """Return whether the manifest was replaced since the artifact was opened."""
         return _identity(self.path) != self.identity
 
     @property
@@ -73,25 +74,27 @@ class Artifact:
 
 
 def factor_path(store: Path, digest: str) -> Path:
-    """Return where a store keeps a shared factor."""
+    """Return the path of a shared factor in a store."""
     return store / FACTORS / f"{digest}.safetensors"
 
 
 def is_artifact(path: Path | str) -> bool:
-    """Return whether a folder holds a manifest; whether it is a good one, `open_artifact` says."""
+    """Return whether a folder holds a `manifest.json`, which `open_artifact` checks."""
     try:
         return (Path(path) / MANIFEST).is_file()
-    except (OSError, ValueError):  # names too long, or with a zero byte
+    except (OSError, ValueError):  # a name too long, or with a zero byte
         return False
 
 
 def open_artifact(path: Path | str, *, verify_hashes: bool = True) -> Artifact:
     """Open an artifact and check it against its manifest.
 
+    When a writer replaces the artifact meanwhile, it is opened again.
+
     Args:
         path: The artifact's folder, inside its store.
-        verify_hashes: Whether the files' bytes are hashed too; names, sizes, shapes and the manifest's own digest are
-            checked in any case. Who loads tensors needs no hash here: it is checked again for every file that is read.
+        verify_hashes: Whether to hash the files. Names, sizes, shapes and the manifest's digest are checked in any
+            case, and loading a tensor hashes the file that it is read from.
 
     Raises:
         ScuteError: SC601 (no manifest, or not this schema), SC602 (version), SC603 (digest, sizes, hashes), SC604
@@ -126,18 +129,18 @@ def _open(path: Path | str, folder: Path, identity: Identity, *, verify_hashes: 
     for rank, record in enumerate(manifest.ranks):
         _check_rank(artifact, rank, record, findings, verify_hashes=verify_hashes)
     for factor in manifest.factors:
-        _check_factor(artifact, factor, findings, verify_hashes=verify_hashes)
+        check_factor(artifact.store, factor, manifest.name, findings, verify_hashes=verify_hashes)
     findings.raise_if_errors()
     return artifact
 
 
 def _identity(folder: Path) -> Identity:
-    """Return what tells an artifact's folder from another one that took its name; numbers alone are used again."""
+    """Return the manifest's inode and change time; systems reuse inodes, so that one alone doesn't suffice."""
     try:
         manifest = (folder / MANIFEST).stat()
-        return folder.stat().st_ino, manifest.st_ino, manifest.st_ctime_ns
     except (OSError, ValueError):
         return None
+    return manifest.st_ino, manifest.st_ctime_ns
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -146,13 +149,15 @@ def _read_manifest(path: Path) -> Manifest:
             Code.SC604,
             where=str(path),
             found="a symbolic link",
-            expected="a file of the artifact's own folder",
+            expected="a regular file",
             next="copy the artifact without links",
         )
     try:
         fields = read_object(path)
     except ScuteError as error:
         _refuse_manifest(path, error.diagnostics[0].found)
+    if fields.get("format") != FORMAT:
+        _refuse_manifest(path, f"the format {fields.get('format')!r:.40}")
     version = _check_version(path, fields)
     try:
         manifest = Manifest.model_validate_json(json.dumps(fields))
@@ -167,14 +172,14 @@ def _read_manifest(path: Path) -> Manifest:
             Code.SC603,
             where=str(path),
             found=f"a manifest of digest {digest}",
-            expected=f"{manifest.digest}, as its field `digest` says",
+            expected=f"{manifest.digest}, the value of its field `digest`",
             next="the manifest was changed after it was written: compile the adapter again",
         )
     return manifest
 
 
 def _check_version(path: Path, fields: Mapping[str, object]) -> tuple[int, int]:
-    """Return (major, minor); refuse a major version that isn't ours."""
+    """Return (major, minor); refuse any other major version."""
     text = fields.get("schema_version")
     numbers = text.split(".") if isinstance(text, str) else []
     if len(numbers) != 2 or not all(number.isascii() and number.isdigit() and len(number) < 7 for number in numbers):
@@ -201,7 +206,7 @@ def _refuse_manifest(path: Path, found: str) -> NoReturn:
         where=str(path),
         found=found,
         expected=f"a manifest of schema {SCHEMA_VERSION}",
-        next="compile the adapter again; the schema stands in docs/format.md",
+        next="compile the adapter again; docs/format.md describes the schema",
     )
 
 
@@ -215,12 +220,13 @@ def _first_fault(error: ValidationError) -> str:
 
 def _check_rank(artifact: Artifact, rank: int, record: RankFile, findings: Findings, *, verify_hashes: bool) -> None:
     where = f"{artifact.manifest.name}: {record.file}"
-    if record.file != Path(record.file).name or record.file in ("", ".", "..") or "\\" in record.file:
+    name = rank_file_name(rank, artifact.manifest.tp, record.sha256)
+    if record.file != name:
         findings.error(
             Code.SC604,
             where=where,
             found=f"the file name {record.file!r:.80}",
-            expected="a plain name inside the artifact's folder",
+            expected=name,
             next="compile the adapter again; don't load artifacts of unknown origin",
         )
         return
@@ -236,13 +242,22 @@ def _check_rank(artifact: Artifact, rank: int, record: RankFile, findings: Findi
         )
         return
     layout = file_layout(artifact.manifest.sites, rank, artifact.manifest.dtype)
-    expected = {name: (SAFETENSORS_NAMES[dtype], shape) for name, (dtype, shape) in layout.items()}
+    expected = {name: (dtype.code, shape) for name, (dtype, shape) in layout.items()}
     _check_header(artifact.path / record.file, expected, Code.SC605, where, findings)
 
 
-def _check_factor(artifact: Artifact, factor: FactorFile, findings: Findings, *, verify_hashes: bool) -> None:
-    path = artifact.factor_path(factor.hash)
-    where = f"{artifact.manifest.name}: {FACTORS}/{path.name}"
+def check_factor(store: Path, factor: FactorFile, name: str, findings: Findings, *, verify_hashes: bool = True) -> None:
+    """Check that a store holds a shared factor, and report its faults: SC604, SC606, or SC103 to SC109 for its header.
+
+    Args:
+        store: The store's folder.
+        factor: The factor's record in a manifest.
+        name: The artifact that needs it, for messages.
+        findings: Receives the faults.
+        verify_hashes: Whether to hash the factor's bytes.
+    """
+    path = factor_path(store, factor.hash)
+    where = f"{name}: {FACTORS}/{path.name}"
     if path.parent.is_symlink():
         findings.error(
             Code.SC604,
@@ -254,7 +269,7 @@ def _check_factor(artifact: Artifact, factor: FactorFile, findings: Findings, *,
         return
     if not _check_file(path, None, Code.SC606, where, findings):
         return
-    expected = {FACTOR_TENSOR: (SAFETENSORS_NAMES[factor.dtype], (factor.rank, factor.features))}
+    expected = {FACTOR_TENSOR: (factor.dtype.code, (factor.rank, factor.features))}
     entries = _check_header(path, expected, Code.SC606, where, findings)
     if entries is None or not verify_hashes:
         return
@@ -263,19 +278,19 @@ def _check_factor(artifact: Artifact, factor: FactorFile, findings: Findings, *,
             Code.SC606,
             where=where,
             found=f"a factor of hash {found}",
-            expected=f"the hash {factor.hash}, which is its name",
+            expected=f"the hash {factor.hash}, which is the file's name",
             next="the file was changed or damaged: copy the store again, or compile the adapter again",
         )
 
 
 def _check_file(path: Path, size: int | None, code: Code, where: str, findings: Findings) -> bool:
-    """Return whether `path` is a plain file of this size."""
+    """Return whether `path` is a regular file of this size."""
     if path.is_symlink():
         findings.error(
             Code.SC604,
             where=where,
             found="a symbolic link",
-            expected="a file of its own",
+            expected="a regular file",
             next="copy the store without links",
         )
     elif not path.is_file():
@@ -292,7 +307,7 @@ def _check_file(path: Path, size: int | None, code: Code, where: str, findings: 
             where=where,
             found=f"{path.stat().st_size} bytes",
             expected=f"{size} bytes",
-            next="a copy broke off, or the file was changed: copy the artifact again",
+            next="the copy is incomplete, or the file was changed: copy the artifact again",
         )
     else:
         return True
@@ -302,7 +317,7 @@ def _check_file(path: Path, size: int | None, code: Code, where: str, findings: 
 def _check_header(
     path: Path, expected: Mapping[str, tuple[str, tuple[int, ...]]], code: Code, where: str, findings: Findings
 ) -> Mapping[str, TensorEntry] | None:
-    """Return the file's entries when they are exactly the expected ones."""
+    """Return the file's entries when they are exactly the expected ones, else None."""
     try:
         entries = read_header(path)
     except ScuteError as error:
@@ -328,7 +343,7 @@ def _check_header(
 
 
 def factor_hash(path: Path, entry: TensorEntry, factor: FactorFile) -> str:
-    """Return the hash that names a shared factor: of its dtype, its shape and its bytes."""
+    """Return the hash that names a shared factor, over its dtype, shape and bytes."""
     digest = hashlib.sha256(factor_hash_prefix(factor.dtype.value, factor.rank, factor.features))
     with opened(path) as file:
         file.seek(entry.begin)
@@ -340,7 +355,7 @@ def factor_hash(path: Path, entry: TensorEntry, factor: FactorFile) -> str:
 
 
 def factor_hash_prefix(dtype: str, rank: int, features: int) -> bytes:
-    """Return what goes into a shared factor's hash before its bytes.
+    """Return the bytes that precede a shared factor's own in its hash.
 
     >>> factor_hash_prefix("bfloat16", 256, 4096)
     b'bfloat16:256x4096:'

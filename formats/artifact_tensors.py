@@ -1,7 +1,7 @@
-"""Loading an artifact's tensors into torch; kept apart so that everything else about artifacts works without torch.
+"""Loading an artifact's tensors into torch: the only module about artifacts that needs torch.
 
-A file is read into memory once, and what is there is hashed: whatever happens to the file afterwards, a tensor is what
-the manifest promised. A memory map would follow the file, and reading it after a truncation ends the process.
+A file is read into memory once and hashed there, so that later changes of the file don't reach the tensors. A memory
+map would follow the file, and reading it after a truncation ends the process.
 """
 
 from __future__ import annotations
@@ -11,38 +11,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import torch
 
 from scute_compile.diagnostics import Code, ScuteError, fail
 from scute_compile.formats.artifact import FACTOR_TENSOR, Artifact, factor_hash_prefix
-from scute_compile.formats.layout import SAFETENSORS_NAMES
 from scute_compile.formats.reading import file_size, opened
 from scute_compile.formats.safetensors import header_length, parse_header, read_exactly
-from scute_compile.ir.dtypes import DType
+from scute_compile.ir.dtypes import format_named, torch_dtype
 
-TORCH_DTYPES: Mapping[DType, torch.dtype] = {
-    DType.FLOAT32: torch.float32,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT16: torch.float16,
-}
-_EXPONENTS = {
-    torch.float32: (np.uint32, np.uint32(0x7F800000)),
-    torch.bfloat16: (np.uint16, np.uint16(0x7F80)),
-    torch.float16: (np.uint16, np.uint16(0x7C00)),
-}
-"""By dtype: an unsigned integer as wide, and the bits of its exponent, all ones in infinity and NaN."""
 _BLOCK = 1 << 18
-"""Values that are looked at together: their copies stay in the cache."""
-_STORED = {SAFETENSORS_NAMES[dtype]: torch_dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+"""Values per block of the check for NaN and infinity: its copies stay in the cache."""
 
 
 def load_rank(artifact: Artifact, rank: int) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a rank's file by name, on the CPU; `scute_compile.formats.layout` gives their shapes.
 
     Raises:
-        ScuteError: SC603 when the file isn't the manifest's (any more), or when another artifact has taken the name
-            since this one was opened; SC309 when a number isn't finite.
+        ScuteError: SC603 when the file differs from the manifest, or when the artifact was replaced since it was
+            opened; SC309 when a number isn't finite.
     """
     record, path = artifact.manifest.ranks[rank], artifact.rank_path(rank)
     try:
@@ -59,7 +45,8 @@ def load_factor(artifact: Artifact, digest: str) -> torch.Tensor:
     """Return a shared factor whole: shape `(rank, features)`, on the CPU.
 
     Raises:
-        ScuteError: SC606 when the file isn't the factor of that hash (any more); SC309 when a number isn't finite.
+        ScuteError: SC606 when the file doesn't hold the factor of that hash; SC603 when the artifact was replaced
+            since it was opened; SC309 when a number isn't finite.
     """
     path = artifact.factor_path(digest)
     record = next(factor for factor in artifact.manifest.factors if factor.hash == digest)
@@ -67,7 +54,7 @@ def load_factor(artifact: Artifact, digest: str) -> torch.Tensor:
         factor = _tensors(_read(path), path)[FACTOR_TENSOR]
     except ScuteError as error:
         _refuse_other(artifact, Code.SC606, path, error.diagnostics[0].found)
-    except KeyError:
+    except KeyError:  # another tensor name, or a dtype that no factor has
         _refuse_other(artifact, Code.SC606, path, "other tensors than a factor's")
     found = hashlib.sha256(factor_hash_prefix(record.dtype.value, record.rank, record.features))
     found.update(factor.contiguous().view(torch.uint8).numpy().data)
@@ -86,11 +73,11 @@ def _read(path: Path) -> torch.Tensor:
 
 
 def _tensors(raw: torch.Tensor, path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file that lies in memory, without a copy where they are aligned."""
+    """Return the tensors of a file in memory; aligned ones are views."""
     length = header_length(bytes(raw[:64].numpy()), len(raw), str(path))
     tensors = {}
     for key, entry in parse_header(raw[8 : 8 + length].numpy().tobytes(), len(raw), str(path)).items():
-        dtype = _STORED[entry.dtype]
+        dtype = torch_dtype(entry.dtype)
         part = raw[entry.begin : entry.end]
         tensors[key] = (part.clone() if entry.begin % dtype.itemsize else part).view(dtype).reshape(entry.shape)
     return tensors
@@ -111,19 +98,20 @@ def _finite(artifact: Artifact, tensors: Mapping[str, torch.Tensor]) -> Mapping[
 
 
 def _all_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no exponent is all ones.
+    """Return whether no exponent is all ones, as in infinity and NaN.
 
-    In numpy, on one core: PyTorch spreads every tensor over all of them, and waits for each where others use them too.
-    Loading an adapter of 84 MB beside two busy cores took 3 to 14 s, and takes 0.3.
+    Computed by numpy on one core: PyTorch splits every tensor among all cores and waits for each. Beside two busy
+    cores, an adapter of 84 MB took 3 to 14 s with PyTorch and takes 0.3 s with numpy.
     """
-    unsigned, ones = _EXPONENTS[tensor.dtype]
-    bits = tensor.reshape(-1).contiguous().view(torch.uint8).numpy().view(unsigned)
+    stored = format_named(str(tensor.dtype))
+    bits = tensor.reshape(-1).contiguous().view(torch.uint8).numpy().view(stored.word)
+    ones = bits.dtype.type(stored.infinity)
     blocks = (bits[start : start + _BLOCK] for start in range(0, len(bits), _BLOCK))
     return not any(bool(((block & ones) == ones).any()) for block in blocks)
 
 
 def _refuse_other(artifact: Artifact, code: Code, path: Path, found: str, *, expected: str = "") -> NoReturn:
-    """Say that a file isn't what the manifest promises, and why that may be."""
+    """Report a file that differs from the manifest, or the replacement of the artifact that explains it."""
     if artifact.replaced():
         fail(
             Code.SC603,

@@ -1,4 +1,4 @@
-"""Base checkpoints: a `config.json` with safetensors weights in one file or in shards, or with none at all."""
+"""Base checkpoints: a `config.json` with safetensors weights in one file, in shards, or without weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 _PICKLE = re.compile(r"(pytorch_model|consolidated)[\w.-]*\.(bin|pt|pth)")
 
 Headers = Mapping[str, Mapping[str, TensorEntry]]
-"""File name -> what its header lists."""
+"""File name -> the entries of its header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,26 +30,26 @@ class StoredTensor:
     """A tensor of the base and the file that holds it."""
 
     file: Path | None
-    """None when only the header was fetched."""
+    """None when only the header was downloaded."""
     entry: TensorEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseCheckpoint:
-    """A base whose configuration and headers were read; tensors are read when asked for."""
+    """A base model's configuration and headers; tensors are read on demand."""
 
     source: str
     path: Path | None
-    """The folder, also of a downloaded repository."""
+    """The folder, or that of a downloaded repository."""
     config: Mapping[str, object]
     tensors: Mapping[str, StoredTensor]
-    """By key, sorted; empty when the folder holds the configuration alone."""
+    """By key, sorted; empty when the folder holds only the configuration."""
     has_weights: bool
-    """Whether tensors can be read, and not their names and shapes alone."""
+    """Whether tensor values can be read; otherwise names and shapes only."""
 
     @property
     def quantized(self) -> str | None:
-        """The method of the base's quantization, or None."""
+        """The base's quantization method, or None."""
         section = self.config.get("quantization_config")
         if section is None:
             return None
@@ -60,7 +60,7 @@ class BaseCheckpoint:
         """Return a whole tensor as float32 (float64 for F64), in its stored shape.
 
         Raises:
-            ScuteError: SC403 without weights; SC104, SC109, SC110 as the file has it.
+            ScuteError: SC403 without weights; SC104 (truncated), SC109 (unreadable), SC110 (dtype).
         """
         stored = self.tensors[key]
         return read_tensor(self._file(key), stored.entry)
@@ -80,7 +80,7 @@ class BaseCheckpoint:
             fail(
                 Code.SC403,
                 where=f"{self.source}: {key}",
-                found="the header alone was fetched",
+                found="only the header was downloaded",
                 expected="the weights",
                 next="download the base and pass its folder",
             )
@@ -88,16 +88,17 @@ class BaseCheckpoint:
 
 
 def open_base(source: str, *, weights: bool) -> BaseCheckpoint:
-    """Open a base folder, or a Hub repository; a path that exists always wins.
+    """Open a base folder or, when no such path exists, a Hub repository.
 
     Args:
         source: A folder, `owner/name` or an old bare name.
-        weights: For a repository, whether to download its weights; otherwise its configuration, index and headers
-            alone are fetched. A folder's headers are read either way.
+        weights: Whether to download a repository's weights; otherwise only its configuration, index and headers are.
+            Of a folder, the headers are read in either case.
 
     Raises:
-        ScuteError: SC401 (not found), SC407 (pickles only), SC103 to SC105 (damaged shards), SC107 (no such shard),
-            SC108 (JSON), SC109 (the system refuses), SC306 and SC310 (shards contradict each other or their index).
+        ScuteError: SC401 (not found), SC407 (pickles only), SC103 to SC105 (damaged shards), SC107 (a missing shard),
+            SC108 (unreadable JSON), SC109 (unreadable file), SC306 and SC310 (shards contradict each other or their
+            index).
     """
     path = Path(source)
     try:
@@ -106,7 +107,7 @@ def open_base(source: str, *, weights: bool) -> BaseCheckpoint:
         found = "a file" if path.exists() else "no folder of that name, and no repository's name either"
         absent = not path.exists()
     except OSError:
-        found, absent = "a path that can't be searched", False
+        found, absent = "a path that can't be examined", False
     if not (absent and looks_like_id(source)):
         fail(
             Code.SC401,
@@ -149,12 +150,12 @@ def _open_repository(source: str, *, weights: bool) -> BaseCheckpoint:
 
 
 def _indexed(names: tuple[str, ...]) -> bool:
-    # Both may stand there; transformers then takes the single file, and so does this.
+    # transformers prefers the single file when both exist.
     return INDEX in names and SINGLE not in names
 
 
 def _read_index(path: Path) -> Mapping[str, str]:
-    """Return the index's map from tensor to file name."""
+    """Return the index's mapping from tensor to file name."""
     weight_map = read_object(path).get("weight_map")
     if isinstance(weight_map, dict) and weight_map:
         wrong = [
@@ -175,7 +176,7 @@ def _read_index(path: Path) -> Mapping[str, str]:
 
 
 def _weight_files(source: str, names: tuple[str, ...], index: Mapping[str, str] | None) -> tuple[str, ...]:
-    """Return the files that hold the weights; none when there is the configuration alone."""
+    """Return the names of the weight files; none when the folder holds only the configuration."""
     if CONFIG not in names:
         held = ", ".join(names[:8]) or "nothing"
         fail(
@@ -210,7 +211,7 @@ def _weight_files(source: str, names: tuple[str, ...], index: Mapping[str, str] 
 
 
 def _unindexed_shards(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return all names that a set of numbered shards must have, from those that are there."""
+    """Return the names of a complete set of numbered shards, derived from those present."""
     for name in names:
         if match := _SHARD.fullmatch(name):
             number, total = match.groups()
@@ -220,7 +221,7 @@ def _unindexed_shards(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _merge(source: str, headers: Headers, index: Mapping[str, str], folder: Path | None) -> Mapping[str, StoredTensor]:
-    """Join the shards' headers; where an index exists, it decides which file a tensor is read from."""
+    """Merge the shards' headers; an index, where there is one, decides which file holds a tensor."""
     findings = Findings()
     for file, header in headers.items():
         missing = [key for key, named in index.items() if named == file and key not in header]
@@ -228,8 +229,8 @@ def _merge(source: str, headers: Headers, index: Mapping[str, str], folder: Path
             findings.error(
                 Code.SC310,
                 where=f"{source}/{file}",
-                found=f"{len(missing)} tensors that the index puts there are not in it, first {missing[0]}",
-                expected=f"what {INDEX} says",
+                found=f"{len(missing)} tensors that the index assigns to it are missing, such as {missing[0]}",
+                expected=f"the tensors that {INDEX} lists",
                 next="download the base again",
             )
     tensors: dict[str, StoredTensor] = {}
@@ -242,7 +243,7 @@ def _merge(source: str, headers: Headers, index: Mapping[str, str], folder: Path
                     Code.SC306,
                     where=f"{source}: {key}",
                     found="the tensor in two shards",
-                    expected="one, or an index that says which counts",
+                    expected="the tensor in one shard, or an index that selects one",
                     next="download the base again",
                 )
             tensors[key] = StoredTensor(file=None if folder is None else folder / file, entry=entry)

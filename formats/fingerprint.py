@@ -1,6 +1,6 @@
-"""The two fingerprints of a base: its structure, and samples of its content.
+"""The two fingerprints of a base model: of its structure, and of samples of its weights.
 
-Neither depends on how the weights are split over files.
+Neither depends on how the weights are split over files. docs/format.md describes both algorithms.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from scute_compile.formats.safetensors import TensorEntry, read_spans
 from scute_compile.ir.expressions import Shape
 
 SAMPLE_BYTES = 4096
+"""Length of each sample of a tensor."""
 
 
 def structure_hash(model_type: str, parameters: Mapping[str, object], tensors: Mapping[str, tuple[str, Shape]]) -> str:
     """Return the SHA-256 over model type, parameters, and the tensors' names and shapes.
 
-    The dtype is left out: a base in another precision is the same structure.
+    Dtypes don't count: a base in another precision has the same structure.
 
     Args:
         model_type: The configuration's `model_type`.
-        parameters: The configuration fields that matter; JSON values.
+        parameters: Configuration fields, JSON values.
         tensors: Name -> (dtype, shape).
     """
     return _digest(
@@ -38,7 +39,7 @@ def structure_hash(model_type: str, parameters: Mapping[str, object], tensors: M
 def content_hash(checkpoint: BaseCheckpoint) -> str | None:
     """Return the SHA-256 over every tensor's name, dtype, shape and samples; None without weights.
 
-    The samples are the first, middle and last 4096 bytes of each tensor, all of it when it is shorter.
+    The samples are the first, middle and last 4096 bytes of each tensor, or all of it when it isn't longer.
 
     Raises:
         ScuteError: SC104 or SC109 when a file can't be read.
@@ -46,7 +47,7 @@ def content_hash(checkpoint: BaseCheckpoint) -> str | None:
     if not checkpoint.has_weights:
         return None
     samples: dict[str, str] = {}
-    # File by file in the order of the bytes, so that a disk reads forward.
+    # File by file in byte order, for sequential reads.
     for file in sorted({stored.file for stored in checkpoint.tensors.values() if stored.file}):
         inside = sorted(
             ((key, stored.entry) for key, stored in checkpoint.tensors.items() if stored.file == file),

@@ -1,6 +1,6 @@
-"""Hub repositories: what one holds, its files, and byte ranges of them. Nothing is fetched that wasn't named.
+"""Hub repositories: their lists of files, downloads of named files, and byte ranges of files.
 
-`huggingface_hub` is imported inside functions: local folders never need it.
+`huggingface_hub` is imported inside functions, since local folders don't need it.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ _PARALLEL = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repository:
-    """One revision of a repository, or what the local cache holds of it."""
+    """One revision of a repository, or the part of it in the local cache."""
 
     id: str
     code: Code
-    """The code under which failures are reported: no such adapter, or no such base."""
+    """The code of failures: no such adapter, or no such base."""
     files: tuple[str, ...]
     """Paths inside the repository."""
     revision: str | None = None
-    """The commit that headers are read from; None when only the cache was reached."""
+    """The commit that headers are read from; None for the local cache."""
     cached: Path | None = None
-    """The snapshot in the local cache, when the Hub could not be reached."""
+    """The snapshot in the local cache when the Hub could not be reached, else None."""
 
     def download(self, names: Sequence[str]) -> Path:
-        """Fetch the named files and return the folder that holds them.
+        """Download the named files and return their folder.
 
         Raises:
-            ScuteError: under `code` when the Hub refuses.
+            ScuteError: `code` when the request fails.
         """
         if self.cached is not None:
             return self.cached
         from huggingface_hub import snapshot_download
 
         with _reported(self.id, self.code):
-            # By branch and not by commit: only so does the cache remember where the branch stands.
+            # By branch and not by commit, so that the cache records the branch's commit.
             return Path(snapshot_download(self.id, allow_patterns=[*names]))
 
     def read_headers(self, names: Sequence[str]) -> Mapping[str, Mapping[str, TensorEntry]]:
-        """Return the headers of safetensors files by name; of each file exactly its header's bytes are fetched.
+        """Return the headers of safetensors files by name, fetching no byte beyond each header.
 
         Raises:
-            ScuteError: SC104 or SC105 for damaged files, or under `code` when the Hub refuses.
+            ScuteError: SC104 or SC105 for damaged files, `code` when a request fails.
         """
         with ThreadPoolExecutor(_PARALLEL) as pool:
             return dict(zip(names, pool.map(self._read_header, names), strict=True))
@@ -60,7 +60,7 @@ class Repository:
     def _read_header(self, name: str) -> Mapping[str, TensorEntry]:
         where = f"{self.id}/{name}"
         with _reported(self.id, self.code):
-            # Two small requests: `huggingface_hub`'s own reader takes 100 kB in the first, weights included.
+            # Two small requests: `huggingface_hub`'s own reader fetches 100 kB in the first, weights included.
             start, size = self._range(name, 0, 8)
             length = header_length(start, size, where)
             raw, _ = self._range(name, 8, length) if length else (b"", size)
@@ -85,7 +85,7 @@ class Repository:
             )
             skip = 0 if partial else offset
             raw = bytearray()
-            # A server without ranges sends the whole file: stop reading where the wanted bytes end.
+            # A server without ranges sends the whole file: stop after the wanted bytes.
             for chunk in response.iter_bytes(1 << 14):
                 raw += chunk
                 if len(raw) >= skip + length:
@@ -94,7 +94,7 @@ class Repository:
 
 
 def looks_like_id(source: str) -> bool:
-    """Whether a string could name a repository (`owner/name`, or a bare name).
+    """Return whether a string could name a repository: `owner/name`, or a bare name.
 
     >>> [looks_like_id(s) for s in ("owner/name", "gpt2", "./folder", "/a/b", "a/b/c", "")]
     [True, True, False, False, False, False]
@@ -102,16 +102,28 @@ def looks_like_id(source: str) -> bool:
     return bool(_ID.fullmatch(source)) and ".." not in source and "--" not in source
 
 
+def portable_name(named: str | None) -> str | None:
+    r"""Return a base's name without local folders: a Hub id as it is, the last component of a path.
+
+    >>> [portable_name(named) for named in ("owner/name", "/data/llama-1b/", r"..\bases\llama-1b", "/", None)]
+    ['owner/name', 'llama-1b', 'llama-1b', None, None]
+    """
+    if named is None or looks_like_id(named):
+        return named
+    parts = [part for part in re.split(r"[/\\]", named) if part not in ("", ".", "..")]
+    return parts[-1] if parts else None
+
+
 def find_repository(source: str, code: Code, wanted: Sequence[str]) -> Repository:
-    """Look a repository up; when the Hub can't be reached, in the local cache, if that holds all `wanted` files.
+    """Look up a repository on the Hub or, when the request fails, in the local cache.
 
     Args:
         source: `owner/name`, or an old bare name.
-        code: What failures are reported under.
-        wanted: File names or patterns, those that the repository lacks excepted.
+        code: The code of failures.
+        wanted: Names or patterns of the files that the cache must hold, if the repository has them.
 
     Raises:
-        ScuteError: under `code`, saying what was tried.
+        ScuteError: `code`, with the endpoint that was tried.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -125,7 +137,7 @@ def find_repository(source: str, code: Code, wanted: Sequence[str]) -> Repositor
         except (LocalEntryNotFoundError, OSError, ValueError):
             folder = None
         if folder is None:
-            raise  # what the Hub said
+            raise  # the Hub's answer
         files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
         return Repository(id=source, code=code, files=tuple(files), cached=folder)
     names = sorted(sibling.rfilename for sibling in info.siblings or ())

@@ -1,4 +1,4 @@
-"""Which tensors a rank's file holds, and their shapes: the one definition that the writer and the reader share."""
+"""The tensors of a rank file and their shapes, as defined for the writer and the reader alike."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from scute_compile.ir.dtypes import DType
 from scute_compile.ir.expressions import Ranges, Shape, width
 from scute_compile.ir.program import RotationKind
 
-SAFETENSORS_NAMES: Mapping[DType, str] = {DType.FLOAT32: "F32", DType.BFLOAT16: "BF16", DType.FLOAT16: "F16"}
-"""How safetensors spells the dtypes of artifacts."""
-
 SHIFT_DTYPE = DType.FLOAT32
-"""`b` is kept in float32: it cancels against the base's bias, which may be a hundred times the adapter's effect."""
+"""The dtype of `b`, which cancels against the base's bias: that may be a hundred times the adapter's effect."""
 
 
 def tensor_name(site: str, slot: str, term: int | None = None) -> str:
@@ -26,11 +23,12 @@ def tensor_name(site: str, slot: str, term: int | None = None) -> str:
 
 
 def rank_layout(site: SiteRecord, rank: int, dtype: DType) -> Mapping[str, tuple[DType, Shape]]:
-    """Return dtype and shape of every tensor that `rank` holds of `site`, in the order in which they are written.
+    """Return dtype and shape of every tensor of a site in the file of `rank`; shared factors lie elsewhere.
 
-    `dR` is `(blocks, size, size)` or `(in,)`, `ds` and `b` `(out,)`, `A` `(rank, in)`, `B` `(rank, out)`, `d`
-    `(rank,)`, `e` `(out,)`; `in` and `out` are what the rank holds, and of a fully sharded term also `rank` (of A and
-    d) or `out` (of B and e). Shared factors aren't in rank files.
+    Returns:
+        By tensor name: `dR` is `(blocks, size, size)` or `(in,)`, `ds` and `b` are `(out,)`, `A` is `(rank, in)`, `B`
+        is `(rank, out)`, `d` is `(rank,)`, `e` is `(out,)`. `in` and `out` are widths on this rank; in a fully sharded
+        term so are `rank` of A and d, or `out` of B and e.
     """
     inputs, outputs = width(site.inputs[rank]), width(site.outputs[rank])
     tensors: dict[str, tuple[DType, Shape]] = {}
@@ -56,12 +54,12 @@ def rank_layout(site: SiteRecord, rank: int, dtype: DType) -> Mapping[str, tuple
 
 
 def term_rows(term: TermRecord, rank: int) -> Ranges:
-    """Return which of a term's rows (of A, and of d) `rank` holds."""
+    """Return the ranges of a term's rank whose rows of A and entries of d lie on `rank`."""
     return ((0, term.rank),) if term.rows is None else (term.rows[rank],)
 
 
 def term_columns(site: SiteRecord, term: TermRecord, rank: int) -> Ranges:
-    """Return for which of a site's outputs `rank` holds a term's columns (of B, and of e)."""
+    """Return the ranges of a site's outputs whose columns of B and entries of e lie on `rank`."""
     return site.outputs[rank] if term.columns is None else (term.columns[rank],)
 
 

@@ -1,32 +1,34 @@
-"""The manifest of an artifact as typed records; `docs/format.md` is the page for readers, this is the definition.
+"""The manifest of an artifact as typed records, described for implementers in `docs/format.md`.
 
-Every record is frozen and refuses fields that it doesn't know. What one record can say about itself is checked here;
-what needs the files is checked in `scute_compile.formats.artifact`.
+Records are frozen and refuse unknown fields. Consistency within the manifest is checked here, and consistency with the
+files in `scute_compile.formats.artifact`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from enum import StrEnum
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from scute_compile.formats.reading import parse_object
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.expressions import Ranges, width
 from scute_compile.ir.linear import Split
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import RotationKind
 from scute_compile.ir.target import LoraSharding
 
-MAJOR, MINOR = 1, 1
+FORMAT: Literal["scute.artifact"] = "scute.artifact"
+"""The field `format` of every manifest, which tells it from other programs' files of the same name."""
+MAJOR, MINOR = 2, 0
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
-FIRST_VERSION = f"{MAJOR}.0"
-"""What a manifest without any field of later minor versions calls itself, so that older readers take it."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -35,32 +37,22 @@ Range = tuple[Count, Count]
 RankRanges = Annotated[tuple[Range, ...], Field(min_length=1)]
 
 
-class Method(StrEnum):
-    """The PEFT method that an artifact was compiled from."""
-
-    LORA = "lora"
-    DORA = "dora"
-    IA3 = "ia3"
-    VERA = "vera"
-    OFT = "oft"
-    ADALORA = "adalora"
-
-
 class Record(BaseModel):
-    """What all records share: frozen, strict, and no field that isn't declared."""
+    """The base class of all records: frozen, strict, no undeclared fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class BaseIdentity(Record):
-    """The base model that the artifact belongs to."""
+    """The base model that the artifact was compiled for."""
 
     name: str | None
+    """A Hub id, or the last component of a local path; for people."""
     model_type: str
     structure: Sha256
-    """Hash of the configuration fields that matter and of all tensor names and shapes."""
+    """`fingerprint.structure_hash`: of configuration fields, tensor names and shapes."""
     content: Sha256 | None
-    """Hash of sampled weights; null when only a configuration was given."""
+    """`fingerprint.content_hash`: of sampled weights; null when only a configuration was given."""
 
 
 class WorkloadRecord(Record):
@@ -80,32 +72,33 @@ class RotationRecord(Record):
     block: Positive
     """Width of one block; 1 for a diagonal."""
     blocks: Positive
-    """Blocks stored over the whole site; 1 means one block that repeats along the input."""
+    """Blocks stored over the whole site: of kind `blocks`, 1 means one block that repeats along the input; of kind
+    `diagonal`, the site's input width."""
 
 
 class SharedWindow(Record):
-    """A factor that lies in the store: the site uses its first `features` columns, then its rank's ranges of these."""
+    """A shared factor of the store: the site uses its first `features` columns, and a rank its ranges of these."""
 
     factor: Sha256
     features: Positive
 
 
 class TermRecord(Record):
-    """One low-rank term. A factor that is null lies in the rank files."""
+    """One low-rank term. The tensor of a factor that is null lies in the rank files."""
 
     rank: Positive
     a: SharedWindow | None
     b: SharedWindow | None
     d: bool
     e: bool
-    rows: tuple[Range, ...] | None = None
-    """Fully sharded, column site: per rank, the interval of the term's rank that it holds of A and d; may be empty."""
-    columns: tuple[Range, ...] | None = None
-    """Fully sharded, row site: per rank, the interval of the outputs that it holds of B and e; may be empty."""
+    rows: tuple[Range, ...] | None
+    """Fully sharded, column site: per rank, the interval of the term's rank that A and d have on it; may be empty."""
+    columns: tuple[Range, ...] | None
+    """Fully sharded, row site: per rank, the interval of the outputs that B and e have on it; may be empty."""
 
 
 class LiveSlot(Record):
-    """A slot that is computed at every step, and where, for the stated workload."""
+    """A slot that is computed at every step, with the route chosen for the workload."""
 
     slot: str
     route: str
@@ -122,16 +115,16 @@ class SiteRecord(Record):
     gemm: str
     split: Split
     inputs: tuple[RankRanges, ...]
-    """Per rank, the ranges of the input that it holds."""
+    """Per rank, its ranges of the input."""
     outputs: tuple[RankRanges, ...]
-    """Per rank, the ranges of the output that it holds."""
+    """Per rank, its ranges of the output."""
     rotation: RotationRecord | None
     scale: bool
     """Whether a tensor `ds` exists."""
     shift: bool
     """Whether a tensor `b` exists."""
     shift_rank: Annotated[int, Field(ge=-1)]
-    """The rank that adds `b`; -1 on column sites, where every rank adds its slice."""
+    """On row sites, the one rank that adds `b` to its partial sum; on other sites -1: every rank adds it."""
     terms: tuple[TermRecord, ...]
     live: tuple[LiveSlot, ...]
 
@@ -167,7 +160,7 @@ class RankFile(Record):
 
 
 class ByteCounts(Record):
-    """Bytes of all rank files, and of the tensors of all shared factors in use."""
+    """Total bytes of the rank files, and of the tensors of the shared factors in use."""
 
     ranks: Count
     shared: Count
@@ -176,25 +169,26 @@ class ByteCounts(Record):
 class Manifest(Record):
     """`manifest.json`."""
 
+    format: Literal["scute.artifact"]
     schema_version: Annotated[str, Field(pattern=r"^[0-9]{1,6}\.[0-9]{1,6}$")]
     tool: str
     name: str
     method: Method
     dtype: DType
     tp: Positive
-    lora_sharding: LoraSharding = LoraSharding.DEFAULT
-    """Whether terms are cut along the site's own axes alone, or both factors of each."""
+    lora_sharding: LoraSharding
+    """`default`: terms are cut along the site's own axis; `full`: both factors of each term are cut."""
     base: BaseIdentity
     sources: Mapping[str, Sha256]
-    """The adapter's files and their hashes."""
+    """By file name, the hashes of the adapter's files."""
     digest: Sha256
     """`manifest_digest` of the manifest."""
     settings: Mapping[str, str]
     renamed: Mapping[str, str]
-    """Adapter module path -> base module path, when keys were re-rooted."""
+    """Module path in the adapter's keys -> module path in the base, of re-rooted keys."""
     workload: WorkloadRecord
     sites: tuple[SiteRecord, ...]
-    """Empty when every slot is the identity: an adapter that was never trained."""
+    """Empty when every slot is the identity, as in an adapter that was never trained."""
     factors: tuple[FactorFile, ...]
     ranks: Annotated[tuple[RankFile, ...], Field(min_length=1)]
     bytes: ByteCounts
@@ -236,7 +230,7 @@ def _check_factors(site: SiteRecord, factors: Mapping[str, FactorFile]) -> None:
 
 
 def _check_cut(site: SiteRecord) -> None:
-    """Check that ranges lie inside the layer, and that the cut axis is covered as the kind of split says."""
+    """Check that ranges lie inside the layer, and that only the split's axis is cut and is covered."""
     for axis, features, cuts in (("input", site.in_features, site.inputs), ("output", site.out_features, site.outputs)):
         cut_axis = (axis == "input" and site.split is Split.ROW) or (axis == "output" and site.split is Split.COLUMN)
         for ranges in cuts:
@@ -251,12 +245,12 @@ def _check_cut(site: SiteRecord) -> None:
             raise ValueError(f"the ranks of `{site.name}` don't hold the whole {axis} of {features}")
     if site.split is Split.ROW and sum(map(width, site.inputs)) != site.in_features:
         raise ValueError(f"two ranks of `{site.name}` hold the same inputs and would add them twice")
-    if (site.shift_rank == -1) is not (site.split is Split.COLUMN) or site.shift_rank >= len(site.inputs):
+    if (site.shift_rank >= 0) is not (site.split is Split.ROW) or site.shift_rank >= len(site.inputs):
         raise ValueError(f"rank {site.shift_rank} can't add the shift of the {site.split.value} site `{site.name}`")
 
 
 def _check_term(site: SiteRecord, number: int, term: TermRecord) -> None:
-    """Check that a fully sharded term is divided in order, along the axis that the site's own cut leaves whole."""
+    """Check that ranks divide a fully sharded term in order, along the axis that the site's cut leaves whole."""
     for axis, split, features, held in (
         ("rows", Split.COLUMN, term.rank, term.rows),
         ("columns", Split.ROW, site.out_features, term.columns),
@@ -275,12 +269,12 @@ def _check_term(site: SiteRecord, number: int, term: TermRecord) -> None:
 
 
 def _check_sharding(site: SiteRecord, sharding: LoraSharding) -> None:
-    """Check that all terms are cut as the manifest says of them."""
+    """Check that all terms are cut as `lora_sharding` states."""
     full = sharding is LoraSharding.FULL and len(site.inputs) > 1
     for number, term in enumerate(site.terms):
         cut = (term.rows is not None, term.columns is not None)
         if cut != (full and site.split is Split.COLUMN, full and site.split is Split.ROW):
-            raise ValueError(f"term {number} of `{site.name}` isn't cut as lora_sharding {sharding.value} says")
+            raise ValueError(f"term {number} of `{site.name}` isn't cut as lora_sharding {sharding.value} requires")
 
 
 def _covers(cuts: tuple[Ranges, ...], features: int) -> bool:
@@ -304,7 +298,7 @@ def _check_rotation(site: SiteRecord) -> None:
 
 
 def manifest_digest(manifest: Mapping[str, JsonValue]) -> str:
-    """Return sha256 over the manifest's canonical JSON, without its own field `digest`.
+    """Return the sha256 of the manifest's canonical JSON without the field `digest`.
 
     Canonical: keys sorted, no spaces, characters beyond ASCII escaped, numbers as Python's `json` writes them.
 
@@ -315,18 +309,42 @@ def manifest_digest(manifest: Mapping[str, JsonValue]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def rank_file_name(rank: int, tp: int) -> str:
-    """Return the name of a rank's file.
+def rank_file_name(rank: int, tp: int, sha256: str) -> str:
+    """Return the name of a rank's file of that content.
 
-    >>> rank_file_name(0, 2)
-    'rank-00000-of-00002.safetensors'
+    >>> rank_file_name(0, 2, 64 * "a")
+    'rank-00000-of-00002.aaaaaaaaaaaaaaaa.safetensors'
     """
-    return f"rank-{rank:05d}-of-{tp:05d}.safetensors"
+    return f"rank-{rank:05d}-of-{tp:05d}.{sha256[:16]}.safetensors"
+
+
+def is_rank_file_name(name: str) -> bool:
+    """Return whether a file is named as a rank's file.
+
+    >>> is_rank_file_name(rank_file_name(1, 2, 64 * "0")), is_rank_file_name("rank-0.safetensors")
+    (True, False)
+    """
+    return re.fullmatch(r"rank-[0-9]{5,}-of-[0-9]{5,}\.[0-9a-f]{16}\.safetensors", name) is not None
+
+
+def claims_format(raw: bytes) -> bool:
+    """Return whether the text of a `manifest.json` has this format's field `format`; damaged text is searched for it.
+
+    >>> [claims_format(raw) for raw in (b'{"format": "scute.artifact"}', b'{"format": "scute.artifact", "tp', b"{}")]
+    [True, True, False]
+    """
+    try:
+        return parse_object(raw).get("format") == FORMAT
+    except ValueError:
+        return re.search(rb'"format"\s*:\s*"' + re.escape(FORMAT.encode()) + rb'"', raw) is not None
 
 
 def schema_text() -> str:
-    """Return the JSON schema of the manifest: what `formats/manifest.schema.json` holds."""
+    """Return the JSON schema of the manifest, the content of `formats/manifest.schema.json`."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Manifest.model_json_schema()}
+    for definition in schema["$defs"].values():
+        if "enum" in definition:
+            definition.pop("description", None)  # describes the compiler's class
     return json.dumps(schema, indent=2, sort_keys=True) + "\n"
 
 

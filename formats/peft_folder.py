@@ -25,13 +25,15 @@ _RESEMBLES = (
     ({"config", "model_class"}, "the `adapters` library"),
     ({"r", "target_modules"}, "PEFT with its `peft_type` lost"),
 )
-"""Keys that give away the program that wrote a file of the same name."""
+"""Keys that identify the program that wrote a file of the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFolder:
-    """An adapter whose configuration and header could be read; no tensor was."""
+    """An opened adapter: its configuration and the header of its weights, without tensor values."""
 
+    source: str
+    """The path or the Hub id that it was opened by."""
     path: Path
     name: str
     """The folder's name, or the repository's without its owner."""
@@ -41,22 +43,28 @@ class AdapterFolder:
     weights: Path
     """The safetensors file."""
 
+    @property
+    def base_model(self) -> str | None:
+        """The base that the configuration names, a Hub id or a path (`base_model_name_or_path`); None without one."""
+        named = self.config.get("base_model_name_or_path")
+        return named if isinstance(named, str) and named else None
+
 
 def open_adapter(source: str) -> AdapterFolder:
-    """Open an adapter folder, or the adapter in a Hub repository; a path that exists always wins.
+    """Open an adapter folder or, when no such path exists, the adapter in a Hub repository.
 
     Args:
         source: A folder or `owner/name`.
 
     Raises:
         ScuteError: SC101 (not found), SC102 (a pickle), SC103 to SC105 (damaged weights), SC106 (no tensors), SC107
-            (a file is missing), SC108 (the JSON is not readable), SC109 (the system refuses), SC201 (not PEFT's). The
-            configuration's fault and the weights' are reported together.
+            (a file is missing), SC108 (unreadable JSON), SC109 (unreadable file), SC201 (not a PEFT configuration).
+            Faults of the configuration and of the weights are reported together.
     """
     path = Path(source)
-    if source and path.is_dir():  # the empty path would be the working directory
+    if source and path.is_dir():  # an empty path means the working directory
         _check_files(source, names_in(path), subfolders_with_config(path))
-        return _read_folder(path, path.resolve().name or "adapter")
+        return _read_folder(source, path, path.resolve().name or "adapter")
     if source and exists(path):
         fail(
             Code.SC101,
@@ -75,11 +83,11 @@ def open_adapter(source: str) -> AdapterFolder:
         )
     repository = find_repository(source, Code.SC101, (CONFIG, WEIGHTS))
     _check_files(source, repository.files, _subfolders_in(repository))
-    return _read_folder(repository.download((CONFIG, WEIGHTS)), source.rpartition("/")[2])
+    return _read_folder(source, repository.download((CONFIG, WEIGHTS)), source.rpartition("/")[2])
 
 
 def subfolders_with_config(folder: Path) -> tuple[str, ...]:
-    """Return the names of the folders right below that hold an adapter: PEFT saves every adapter but the default so."""
+    """Return the names of subfolders with a configuration: PEFT saves every adapter but the default in one."""
     return tuple(name for name in names_in(folder) if exists(folder / name / CONFIG))
 
 
@@ -89,7 +97,7 @@ def _subfolders_in(repository: Repository) -> tuple[str, ...]:
 
 
 def _check_files(source: str, names: tuple[str, ...], subfolders: tuple[str, ...]) -> None:
-    """Report the files that a folder lacks, as far as the names alone tell."""
+    """Report the files that a folder lacks, by their names."""
     if CONFIG in names and WEIGHTS in names:
         return
     seen = f"the folder holds {_listed(names)}" if names else "the folder is empty"
@@ -99,7 +107,7 @@ def _check_files(source: str, names: tuple[str, ...], subfolders: tuple[str, ...
             where=source,
             found=f"no {CONFIG}, but subfolders with one: {_listed(subfolders)}",
             expected=f"{CONFIG} and {WEIGHTS} in the folder itself",
-            next="an adapter saved under a name of its own lies in a subfolder: "
+            next="PEFT saves an adapter with a name in a subfolder: "
             + (
                 "pass " + " or ".join(f"{source.rstrip('/')}/{name}" for name in subfolders[:4])
                 if Path(source).is_dir()
@@ -138,7 +146,7 @@ def _check_files(source: str, names: tuple[str, ...], subfolders: tuple[str, ...
 
 
 def _refuse_other_kinds(source: str, names: tuple[str, ...]) -> None:
-    """Name what else of a user's folders it is: an artifact, a store of artifacts, or a base model."""
+    """Refuse an artifact, a store of artifacts and a base model, and say what each is."""
     if {CONFIG, WEIGHTS, PICKLE} & set(names):
         return
     artifacts = tuple(name for name in names if is_artifact(Path(source) / name))
@@ -161,7 +169,7 @@ def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _read_folder(path: Path, name: str) -> AdapterFolder:
+def _read_folder(source: str, path: Path, name: str) -> AdapterFolder:
     findings = Findings()
     config = _read_config(path / CONFIG, findings)
     tensors: Mapping[str, TensorEntry] = {}
@@ -179,7 +187,7 @@ def _read_folder(path: Path, name: str) -> AdapterFolder:
                 next="save the adapter again; gather sharded weights (ZeRO-3, FSDP) before saving",
             )
     findings.raise_if_errors()
-    return AdapterFolder(path=path, name=name, config=config, tensors=tensors, weights=path / WEIGHTS)
+    return AdapterFolder(source=source, path=path, name=name, config=config, tensors=tensors, weights=path / WEIGHTS)
 
 
 def _read_config(path: Path, findings: Findings) -> Mapping[str, object]:

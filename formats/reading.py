@@ -1,7 +1,8 @@
-"""Opening files and reading JSON strictly, with the operating system's refusals as diagnostics."""
+"""Opening, hashing and listing files, and reading JSON strictly; failures are diagnostics."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import NoReturn
 from scute_compile.diagnostics import Code, fail
 
 JSON_LIMIT = 100_000_000
-"""Bytes of JSON that are read at most; safetensors sets the same limit for its header."""
+"""Largest JSON file that is read, in bytes; safetensors sets the same limit for its header."""
 
 
 @contextmanager
@@ -23,8 +24,8 @@ def opened(path: Path) -> Iterator[FileIO]:
     """Open a regular file for unbuffered reading.
 
     Raises:
-        ScuteError: SC109 when the operating system refuses, now or while the block reads; also for pipes and devices,
-            which would block or never end.
+        ScuteError: SC109 when the file can't be opened, when the block can't read it, or when it is a pipe or a
+            device, which might never end.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -40,11 +41,25 @@ def file_size(file: FileIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal.
+
+    Raises:
+        ScuteError: SC109 when the file can't be read.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1 << 20))
+    with opened(path) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
 def exists(path: Path) -> bool:
-    """Return whether there is a file or a folder; what can't be looked at isn't there, and opening it says why."""
+    """Return whether there is a file or a folder at `path`; False when the system doesn't let it be examined."""
     try:
         return path.exists()
-    except (OSError, ValueError):  # a folder on the way may not be searched; names too long, or with a zero byte
+    except (OSError, ValueError):  # no permission for a folder above it; a name too long, or with a zero byte
         return False
 
 
@@ -63,15 +78,15 @@ def names_in(folder: Path) -> tuple[str, ...]:
 def parse_object(raw: bytes) -> dict[str, object]:
     """Return the JSON object that `raw` holds.
 
-    Stricter than `json.loads`: no duplicate keys, no NaN or infinity (nor numbers that overflow to it), no lone
-    surrogates, UTF-8 only.
+    Stricter than `json.loads`: refuses duplicate keys, NaN, infinity, numbers that overflow to it, lone surrogates
+    and text other than UTF-8.
 
     Raises:
-        ValueError: in a few words, what is wrong.
+        ValueError: The text is not such an object; the message is the fault in a few words.
 
     >>> parse_object(b'{"r": 8, "r": 16}')
     Traceback (most recent call last):
-    ValueError: the key 'r' stands there twice
+    ValueError: the key 'r' appears twice
     """
     try:
         value = json.loads(
@@ -80,7 +95,7 @@ def parse_object(raw: bytes) -> dict[str, object]:
             parse_constant=_no_constant,
             parse_float=_finite,
         )
-        # An escaped lone surrogate passes the decoder but could never be printed or written again.
+        # The decoder accepts escaped lone surrogates, which can't be encoded again.
         if b"\\u" in raw:
             _no_surrogates(value)
     except UnicodeDecodeError as error:
@@ -91,7 +106,7 @@ def parse_object(raw: bytes) -> dict[str, object]:
         raise ValueError(msg) from None
     if not isinstance(value, dict):
         msg = f"a JSON {_json_name(value)}, not an object"
-        raise ValueError(msg)  # noqa: TRY004 - one kind of exception for all that can be wrong with the text
+        raise ValueError(msg)  # noqa: TRY004 - every fault of the text is a ValueError
     return value
 
 
@@ -99,7 +114,7 @@ def read_object(path: Path) -> dict[str, object]:
     """Return the JSON object in a file; a byte order mark is allowed.
 
     Raises:
-        ScuteError: SC108 when the text is no JSON object, SC109 when the file can't be read.
+        ScuteError: SC108 when the text isn't a JSON object, SC109 when the file can't be read.
     """
     with opened(path) as file:
         size = file_size(file)
@@ -118,7 +133,7 @@ def _no_json(path: Path, found: str, expected: str) -> NoReturn:
         where=str(path),
         found=found,
         expected=expected,
-        next="restore the file from where it was saved, or correct it by hand",
+        next="restore the file from its source, or correct it by hand",
     )
 
 
@@ -136,14 +151,14 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value] # None, so false
-        msg = f"the key {twice!r} stands there twice"
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value] # None is false
+        msg = f"the key {twice!r} appears twice"
         raise ValueError(msg)
     return result
 
 
 def _no_constant(text: str) -> NoReturn:
-    msg = f"{text} is no JSON number"
+    msg = f"{text} is not a JSON number"
     raise ValueError(msg)
 
 
@@ -158,7 +173,7 @@ def _finite(text: str) -> float:
 def _no_surrogates(value: object) -> None:
     if isinstance(value, str):
         if any("\ud800" <= c <= "\udfff" for c in value):
-            msg = f"the text {value[:60]!r} is no Unicode"
+            msg = f"the text {value[:60]!r} is not valid Unicode"
             raise ValueError(msg)
     elif isinstance(value, dict):
         for key, item in value.items():

@@ -1,8 +1,7 @@
-"""A strict reader of safetensors files without torch.
+"""A strict reader of safetensors files that needs no torch and reports every kind of damage as a diagnostic.
 
-Planning must start at once and so can't import torch, numpy has no bfloat16, and a damaged file deserves a sentence of
-its own. The format: eight bytes with the header's length, a JSON header, then the tensors' bytes without holes
-(safetensors, README, section "Format").
+The format: eight bytes with the header's length, a JSON header, then the tensors' bytes without holes (safetensors,
+README, section "Format").
 """
 
 from __future__ import annotations
@@ -20,42 +19,15 @@ import numpy.typing as npt
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.reading import file_size, opened, parse_object
+from scute_compile.ir.dtypes import BITS, FORMATS
 from scute_compile.ir.expressions import Shape
 
 Floats: TypeAlias = npt.NDArray[np.floating]
-"""Decoded numbers: float32, or float64 where the file has float64."""
+"""Decoded values: float32, or float64 where the file has float64."""
 
 HEADER_LIMIT = 100_000_000
-"""Largest header in bytes; the format's own limit."""
+"""Largest header in bytes, as the format defines."""
 BLOCK_BYTES = 8 << 20
-
-BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "I16": 16,
-    "U16": 16,
-    "I32": 32,
-    "U32": 32,
-    "I64": 64,
-    "U64": 64,
-    "F16": 16,
-    "BF16": 16,
-    "F32": 32,
-    "F64": 64,
-    "C64": 64,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F4": 4,
-}
-"""Bits per entry of every dtype that the format has; most of them are listed, but not decoded."""
-STORED = {"F32": "<f4", "F64": "<f8", "F16": "<f2", "BF16": "<u2"}
-"""The numpy dtype in which the bytes of each dtype that can be decoded are first seen."""
 
 _LFS = b"version https://git-lfs"
 _LARGEST = 2**63 - 1
@@ -63,7 +35,7 @@ _LARGEST = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """Where a tensor lies in its file."""
+    """A tensor's dtype, shape and byte range in its file."""
 
     dtype: str
     """The safetensors name: `F32`, `BF16`, ..."""
@@ -75,7 +47,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensor takes."""
+        """Size in bytes."""
         return self.end - self.begin
 
     @property
@@ -85,10 +57,10 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> Mapping[str, TensorEntry]:
-    """Return the tensors that a file holds, by name, in the order of their bytes.
+    """Return the entries of a file by name, in byte order.
 
     Raises:
-        ScuteError: SC103 (Git LFS pointer), SC104 (truncated), SC105 (damaged header), SC109 (can't be read).
+        ScuteError: SC103 (Git LFS pointer), SC104 (truncated), SC105 (damaged header), SC109 (unreadable).
     """
     with opened(path) as file:
         size = file_size(file)
@@ -108,8 +80,8 @@ def header_length(start: bytes, size: int, where: str) -> int:
         fail(
             Code.SC103,
             where=where,
-            found=f"{size} bytes of text that name the real file (a Git LFS pointer)",
-            expected="the safetensors file itself",
+            found=f"a Git LFS pointer of {size} bytes instead of the file",
+            expected="the safetensors file",
             next="run `git lfs pull` in the clone, or download the files again",
         )
     if size <= 8 or len(start) < 8:
@@ -125,7 +97,7 @@ def header_length(start: bytes, size: int, where: str) -> int:
 
 
 def parse_header(raw: bytes, size: int, where: str) -> Mapping[str, TensorEntry]:
-    """Return the entries of a header; `size` is that of the whole file.
+    """Return the entries of a header; `size` is the size of the file in bytes.
 
     Raises:
         ScuteError: SC104 when the file ends too early, SC105 when the header is damaged.
@@ -135,7 +107,7 @@ def parse_header(raw: bytes, size: int, where: str) -> Mapping[str, TensorEntry]
     try:
         listed = parse_object(raw)
     except ValueError as error:
-        _damaged(where, f"a header that is no strict JSON: {error}", "a JSON object that lists every tensor once")
+        _damaged(where, f"a header that is not strict JSON: {error}", "a JSON object that lists every tensor once")
     _check_metadata(listed.pop("__metadata__", None), where)
     start = 8 + len(raw)
     entries = {name: _entry(name, value, start, where) for name, value in listed.items()}
@@ -147,26 +119,26 @@ def parse_header(raw: bytes, size: int, where: str) -> Mapping[str, TensorEntry]
             _damaged(
                 f"{where}: {name}",
                 f"a tensor that begins at byte {entry.begin - start} (a {kind})",
-                f"byte {position - start}, where the tensor before it ends",
+                f"byte {position - start}, the end of the tensor before it",
             )
         position = entry.end
     if position > size:
-        _truncated(where, size, f"{position} bytes, as the header promises")
+        _truncated(where, size, f"{position} bytes, by the header")
     if position < size:
-        _damaged(where, f"a file of {size} bytes", f"{position} bytes, as the header promises")
+        _damaged(where, f"a file of {size} bytes", f"{position} bytes, by the header")
     return MappingProxyType(ordered)
 
 
 def _check_metadata(value: object, where: str) -> None:
     if value is None or (isinstance(value, dict) and all(isinstance(item, str) for item in value.values())):
         return
-    _damaged(where, "a __metadata__ that holds more than text", "a JSON object whose values are strings")
+    _damaged(where, "a __metadata__ with values other than text", "a JSON object whose values are strings")
 
 
 def _entry(name: str, value: object, start: int, where: str) -> TensorEntry:
     here = f"{where}: {name}"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        _damaged(here, f"an entry {_brief(value)}", "an object with dtype, shape and data_offsets, and nothing else")
+        _damaged(here, f"an entry {_brief(value)}", "an object with exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         _damaged(here, f"the dtype {_brief(dtype)}", f"one of {', '.join(BITS)}")
@@ -178,7 +150,7 @@ def _entry(name: str, value: object, start: int, where: str) -> TensorEntry:
     for dim in shape:
         bits *= dim
         if bits > _LARGEST:
-            _damaged(here, f"the shape {_brief(shape)}", "a tensor that fits a file")
+            _damaged(here, f"the shape {_brief(shape)}", "a tensor smaller than 2^63 bits")
     if bits != 8 * (offsets[1] - offsets[0]):
         _damaged(
             here,
@@ -199,20 +171,20 @@ def _brief(value: object) -> str:
 
 
 def decode(raw: bytes | bytearray | memoryview | npt.NDArray[np.uint8], dtype: str, where: str = "") -> Floats:
-    """Return a flat array of the numbers in `raw`: float32, or float64 for `F64`. `F32` and `F64` are not copied.
+    """Return the values in `raw` as a flat array: float32, or float64 for `F64`. `F32` and `F64` are not copied.
 
     Raises:
         ScuteError: SC110 for dtypes other than F32, BF16, F16 and F64.
     """
-    if dtype not in STORED:
+    if dtype not in FORMATS:
         fail(
             Code.SC110,
             where=where,
             found=f"the dtype {dtype}",
-            expected=" or ".join(STORED),
+            expected=" or ".join(FORMATS),
             next="save the weights again in one of these dtypes",
         )
-    stored = np.frombuffer(raw, STORED[dtype])
+    stored = np.frombuffer(raw, FORMATS[dtype].stored)
     if dtype == "BF16":
         # bfloat16 is the upper half of a float32.
         wide = stored.astype(np.uint32)
@@ -245,14 +217,14 @@ def read_rows(path: Path, entry: TensorEntry, start: int, stop: int) -> Floats:
 
 
 def read_blocks(path: Path, entry: TensorEntry, block_bytes: int = BLOCK_BYTES) -> Iterator[Floats]:
-    """Yield a tensor's numbers in flat decoded blocks of at most `block_bytes` stored bytes.
+    """Yield a tensor's values in flat decoded blocks of at most `block_bytes` stored bytes.
 
-    Reads are buffered and not mapped, so memory stays at one block.
+    The file is read and not mapped, so memory stays at one block.
 
     Raises:
         ScuteError: SC104, SC109 or SC110.
     """
-    step = max(8, block_bytes // 8 * 8)  # whole entries of every dtype that is decoded
+    step = max(8, block_bytes // 8 * 8)  # a multiple of the size of every dtype that can be decoded
     with opened(path) as file:
         file.seek(entry.begin)
         for offset in range(0, entry.nbytes, step):
@@ -261,7 +233,7 @@ def read_blocks(path: Path, entry: TensorEntry, block_bytes: int = BLOCK_BYTES) 
 
 
 def read_bytes(path: Path, entry: TensorEntry, offset: int, length: int) -> bytes:
-    """Return `length` stored bytes of a tensor, from `offset` inside it.
+    """Return `length` stored bytes of a tensor from `offset` on.
 
     Raises:
         ScuteError: SC104 or SC109.
@@ -311,7 +283,7 @@ def _truncated(where: str, size: int, expected: str) -> NoReturn:
         where=where,
         found=f"a truncated file of {size} bytes",
         expected=expected,
-        next="copy or download the file again, or save it once more",
+        next="copy or download the file again, or save it again",
     )
 
 
@@ -321,5 +293,5 @@ def _damaged(where: str, found: str, expected: str) -> NoReturn:
         where=where,
         found=found,
         expected=expected,
-        next="the file is damaged or no safetensors file: copy, download or save it again",
+        next="the file is damaged or not a safetensors file: copy, download or save it again",
     )

@@ -1,4 +1,4 @@
-"""Packing: the one place that reads tensors, evaluates expressions in float32 or wider, rounds once and writes."""
+"""Packing: reads tensors, evaluates expressions in float32 or wider, rounds once and writes artifacts."""
 
 if __name__ != "scute_compile.pack":
     raise ImportError(

@@ -1,6 +1,6 @@
-"""Streaming DoRA's column norms: each base weight is read once, tile by tile, for all adapters of a call.
+"""Streams DoRA's column norms: each base weight is read once, tile by tile, for all adapters of a call.
 
-Weights are shared out to threads whole, and a thread computes alone: no bit depends on the number of threads.
+Each weight is processed by one thread, so that the norms' bits don't depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -19,59 +19,58 @@ import torch
 
 from scute_compile.ir.expressions import ColumnNorm, Expression
 from scute_compile.pack.evaluate import Array
-from scute_compile.passes.scale import NormPlan, plan_norm
 
 CANCELLING = 4.0
-"""`|c A B| / |W + c A B|` of a column above which float32 is too coarse: its products err by about 1e-7 of `c A B`."""
+"""Columns whose `|c A B| / |W + c A B|` exceeds this are computed in float64: float32 errs by about 1e-7 of `c A B`."""
 
 RUN = 1024
-"""Entries whose squares are summed in float32 at most; a sum of 28672 squares of bfloat16 values is off by 3e-6."""
+"""Largest number of squares that are summed in float32; a sum of 28672 squares of bfloat16 values is off by 3e-6."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormRequest:
-    """One adapter's norm over one weight."""
+    """A request for one adapter's norms over one weight."""
 
     owner: int
-    """Which adapter of the call asks."""
+    """The adapter's number in the call."""
     norm: ColumnNorm
 
 
-ReadTiles = Callable[[NormPlan], Iterator[torch.Tensor]]
-"""Yields a weight's tiles as the plan orders them, `(rows, row_width)`, in the dtype they are stored in; each may lie
-where the one before it lay."""
+ReadTiles = Callable[[ColumnNorm], Iterator[torch.Tensor]]
+"""Yields the tiles of a norm's weight in order, `(rows, row_width)`, in their stored dtype; each tile may overwrite the
+previous one."""
 Evaluate = Callable[[int, Expression], Array]
-"""Owner and a small expression over its file tensors -> value."""
+"""An adapter's number and an expression over its file tensors -> value."""
 
 
 def stream_norms(
     requests: Iterable[NormRequest], read_tiles: ReadTiles, evaluate: Evaluate, advance: Callable[[int], None]
 ) -> Iterator[tuple[NormRequest, npt.NDArray[np.float64]]]:
-    """Yield every request with its norm, `(out,)`, one base weight at a time.
+    """Yield every request with its norms, `(out,)`, one base weight at a time.
 
-    Peak memory is per thread one tile and the factors of one weight's requests, whatever the size of the model.
+    Peak memory per thread is one tile and the factors of one weight's requests, for models of any size.
 
     Args:
-        requests: what is wanted.
-        read_tiles: reads the tiles of a base tensor; called from several threads.
-        evaluate: evaluates A and B of a request; called from several threads.
-        advance: called with the number of weights (entries) that were read.
+        requests: The norms to compute.
+        read_tiles: Reads the tiles of a base tensor; called from several threads.
+        evaluate: Evaluates A and B of a request; called from several threads.
+        advance: Called with the number of weights (entries) that were read.
     """
     by_weight: dict[tuple[str, bool], list[NormRequest]] = defaultdict(list)
     for request in requests:
         by_weight[request.norm.weight.key, request.norm.transposed].append(request)
     with _pool() as pool:
         totals = pool.map(partial(_weight_norms, read_tiles, evaluate), by_weight.values())
-        for wanted, norms in zip(by_weight.values(), totals, strict=True):
-            advance(math.prod(wanted[0].norm.weight.shape))
-            yield from zip(wanted, norms, strict=True)
+        for group, norms in zip(by_weight.values(), totals, strict=True):
+            advance(math.prod(group[0].norm.weight.shape))
+            yield from zip(group, norms, strict=True)
 
 
 @contextmanager
 def one_thread_per_operation() -> Iterator[int]:
-    """Keep torch from splitting operations among threads, and give the number of threads that it would have used.
+    """Limit torch to one thread per operation, and give the number of threads that it had.
 
-    What is computed in one go is too small to be worth a barrier; on a busy machine barriers cost most of the time.
+    The operations are too small to split: on a busy machine most of the time would go into barriers.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -92,11 +91,11 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def _weight_norms(
-    read_tiles: ReadTiles, evaluate: Evaluate, wanted: list[NormRequest]
+    read_tiles: ReadTiles, evaluate: Evaluate, requests: list[NormRequest]
 ) -> list[npt.NDArray[np.float64]]:
-    plan = plan_norm(wanted[0].norm)
-    factors = [_Factors.of(request, evaluate) for request in wanted]
-    if wanted[0].norm.transposed:
+    plan = requests[0].norm  # the tiles depend on the weight's shape alone
+    factors = [_Factors.of(request, evaluate) for request in requests]
+    if requests[0].norm.transposed:
         return [total.numpy() for total in _transposed_norms(plan, factors, read_tiles)]
     totals = _row_norms(plan, factors, read_tiles)
     for total, factor in zip(totals, factors, strict=True):
@@ -120,7 +119,7 @@ class _Factors:
         return cls(a, b.T.contiguous(), request.norm.c)
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A and c B in float64; not kept, since a call may hold the factors of many adapters."""
+        """Return A and c B in float64; not cached, since a call may hold the factors of many adapters."""
         return self.a.double(), self.b.double() * self.c
 
     def product_norms(self) -> torch.Tensor:
@@ -129,11 +128,12 @@ class _Factors:
         return ((b @ (a @ a.T)) * b).sum(1).clamp(min=0).sqrt()
 
 
-def _row_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
-    """Rows are outputs: each tile finishes its rows; products in float32, and sums as far as one run."""
-    totals = [torch.empty(plan.rows, dtype=torch.float64) for _ in factors]
+def _row_norms(plan: ColumnNorm, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
+    """Compute norms of a weight whose rows are outputs: products, and sums of one run, in float32."""
+    totals = [torch.empty(plan.shape[0], dtype=torch.float64) for _ in factors]
     narrow = [tuple(x.float() for x in factor.exact()) for factor in factors]
-    sums, run = torch.empty(plan.rows_per_tile, plan.row_width), math.gcd(plan.row_width, RUN)
+    row_width = plan.weight.shape[1]
+    sums, run = torch.empty(plan.tile_rows, row_width), math.gcd(row_width, RUN)
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         for total, (a, b) in zip(totals, narrow, strict=True):
             columns = sums[: stop - start].copy_(tile).addmm_(b[start:stop], a)
@@ -143,9 +143,9 @@ def _row_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -
 
 
 def _correct(
-    total: torch.Tensor, cancelling: torch.Tensor, plan: NormPlan, factor: _Factors, read_tiles: ReadTiles
+    total: torch.Tensor, cancelling: torch.Tensor, plan: ColumnNorm, factor: _Factors, read_tiles: ReadTiles
 ) -> None:
-    """Compute the norms of cancelling columns again, in float64: an unusual adapter's weight is read a second time."""
+    """Recompute the norms of cancelling columns in float64; this rare case reads the weight a second time."""
     a, b = factor.exact()
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         chosen = cancelling[start:stop]
@@ -153,11 +153,11 @@ def _correct(
         total[start:stop][chosen] = torch.linalg.vector_norm(exact, dim=1)
 
 
-def _transposed_norms(plan: NormPlan, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
-    """Rows are inputs (Conv1D): squares add up over the tiles, in float64, always in the same order."""
-    totals = [torch.zeros(plan.row_width, dtype=torch.float64) for _ in factors]
+def _transposed_norms(plan: ColumnNorm, factors: list[_Factors], read_tiles: ReadTiles) -> list[torch.Tensor]:
+    """Compute norms of a weight whose rows are inputs (Conv1D): squares are summed over tiles in float64, in order."""
+    totals = [torch.zeros(plan.shape[0], dtype=torch.float64) for _ in factors]
     exact = [factor.exact() for factor in factors]
-    sums = torch.empty(plan.rows_per_tile, plan.row_width, dtype=torch.float64)
+    sums = torch.empty(plan.tile_rows, plan.weight.shape[1], dtype=torch.float64)
     for (start, stop), tile in zip(plan.tiles(), read_tiles(plan), strict=True):
         for total, (a, b) in zip(totals, exact, strict=True):
             entries = sums[: stop - start].copy_(tile).addmm_(a[:, start:stop].T, b.T)

@@ -1,7 +1,7 @@
-"""Evaluating expressions while packing: numpy, in float64 wherever something is computed.
+"""Evaluates expressions with numpy; whatever is computed is computed in float64.
 
-A plain reference keeps its file's precision. What is costly or drawn from torch's generator (`ColumnNorm`,
-`VeraProjection`) comes in ready, in `given`.
+A plain reference keeps its file's precision. `ColumnNorm` and `VeraProjection` are computed elsewhere and passed in
+`given`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def evaluate(  # noqa: C901, PLR0911, PLR0912 - one branch per kind of expressio
     """Return the value of `x`.
 
     Args:
-        x: what to evaluate.
-        read: returns a file tensor, in float32 or float64.
-        given: values that are known already.
-        rounding: the artifact's rounding, for what depends on stored values.
+        x: The expression.
+        read: Returns a file tensor in float32 or float64.
+        given: Values computed before.
+        rounding: The artifact's rounding, for values that depend on stored ones.
     """
 
     def value(inner: Expression) -> Array:
@@ -83,7 +83,7 @@ def evaluate(  # noqa: C901, PLR0911, PLR0912 - one branch per kind of expressio
         case RotationBlocks():
             return rotation_delta(wide(x.x), x)
         case Add() | Subtract() | Multiply() | Divide():
-            with np.errstate(all="ignore"):  # what isn't finite is refused, by name, when it is rounded
+            with np.errstate(all="ignore"):  # rounding refuses values that aren't finite
                 return np.asarray(_OPERATIONS[type(x)](wide(x.x), wide(x.y)))
     raise TypeError(x)
 
@@ -97,7 +97,7 @@ _OPERATIONS: Mapping[type[Expression], np.ufunc] = {
 
 
 def skew_blocks(saved: npt.NDArray[np.float64], size: int) -> npt.NDArray[np.float64]:
-    """Return Q, skew-symmetric, `(blocks, size, size)`, from strict upper triangles or from whole blocks."""
+    """Return the skew-symmetric Q, `(blocks, size, size)`, from strict upper triangles or whole blocks."""
     if saved.ndim == 3:
         return (saved - saved.transpose(0, 2, 1)) / 2
     q = np.zeros((saved.shape[0], size, size))
@@ -107,7 +107,7 @@ def skew_blocks(saved: npt.NDArray[np.float64], size: int) -> npt.NDArray[np.flo
 
 
 def rotation_delta(saved: npt.NDArray[np.float64], x: RotationBlocks) -> npt.NDArray[np.float64]:
-    """Return `R - I` without ever forming R, so that a small rotation keeps its digits."""
+    """Return `R - I` without forming R, so that small rotations keep their precision."""
     q = skew_blocks(saved, x.size)
     if x.norm_limit is not None:
         norms = np.linalg.norm(q, axis=(1, 2), keepdims=True)
@@ -126,7 +126,7 @@ def _series(q: npt.NDArray[np.float64], x: RotationBlocks) -> npt.NDArray[np.flo
             delta = delta + 2.0 * power
             power = power @ q
         return delta
-    # three terms give what four give: PEFT's loop adds Q^2 doubled before it looks at the count
+    # three terms equal four: PEFT's loop adds the doubled Q^2 before it checks the count
     terms = 4 if x.terms == 3 else x.terms
     for exponent in range(1, terms):
         last = exponent == terms - 1 and terms > 2

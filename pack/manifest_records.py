@@ -1,4 +1,4 @@
-"""From sites and findings to the records of a manifest. No tensors."""
+"""Converts sites, notes and findings to the records of a manifest."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from scute_compile.ir.linear import Split, TermCut
 from scute_compile.ir.program import Factor, Note, RotationKind, Site, Term
 
 HashOf = Callable[[Expression], str]
-"""A shared matrix -> its content's hash."""
+"""A shared matrix -> the hash of its content."""
 
 
 def site_record(site: Site, hash_of: HashOf) -> SiteRecord:
-    """Describe a site as the manifest does.
+    """Return the manifest record of a site.
 
     Args:
-        site: a routed site.
-        hash_of: gives the hash of a shared matrix.
+        site: A routed site.
+        hash_of: Returns the hash of a shared matrix.
     """
     cut = site.cut
     if cut is None:
@@ -38,7 +38,7 @@ def site_record(site: Site, hash_of: HashOf) -> SiteRecord:
         rotation=_rotation(site),
         scale=site.s is not None,
         shift=site.b is not None,
-        shift_rank=-1 if linear.split is Split.COLUMN else 0,
+        shift_rank=0 if linear.split is Split.ROW else -1,
         terms=tuple(_term(term, of_term, hash_of) for term, of_term in zip(site.terms, term_cuts(site), strict=True)),
         live=tuple(
             LiveSlot(
@@ -62,7 +62,7 @@ def _rotation(site: Site) -> RotationRecord | None:
 
 
 def term_cuts(site: Site) -> tuple[TermCut, ...]:
-    """Return one cut per term; those of terms that follow the site's own cut say nothing."""
+    """Return one cut per term, empty for terms that are cut as the site is."""
     if site.cut is None:
         raise AssertionError(site)
     return site.cut.terms or (TermCut(),) * len(site.terms)
@@ -106,13 +106,13 @@ def finding_record(diagnostic: Diagnostic) -> dict[str, JsonValue]:
 
 
 Slice = tuple[int, Ranges]
-"""An axis, and the ranges of it that a rank holds."""
+"""An axis, and the ranges of it on a rank."""
 
 
 def site_slices(site: Site, rank: int) -> Mapping[str, Slice]:
-    """Return, per slot of the site itself, the axis that a rank's cut divides and the ranges that it holds.
+    """Return the slices of the site's own slots on a rank; slots that are whole on every rank are absent.
 
-    Slots that every rank holds whole are absent. The ranges of blocks count blocks.
+    Ranges of `dR` in blocks count blocks.
     """
     if site.cut is None:
         raise AssertionError(site)
@@ -125,9 +125,9 @@ def site_slices(site: Site, rank: int) -> Mapping[str, Slice]:
 
 
 def term_slices(site: Site, number: int, rank: int) -> Mapping[str, Slice]:
-    """Return, per slot of a site's term, the axis that a rank's cut divides and the ranges that it holds.
+    """Return the slices of a term's slots on a rank; slots that are whole on every rank are absent.
 
-    No slot is cut along two axes: a term's rank is divided where inputs are whole.
+    No slot is cut along two axes: a term's rank is cut only on sites with whole inputs.
     """
     if site.cut is None:
         raise AssertionError(site)

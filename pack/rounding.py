@@ -6,16 +6,15 @@ import hashlib
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.artifact import factor_hash_prefix
-from scute_compile.ir.dtypes import DType
+from scute_compile.ir.dtypes import DType, torch_dtype
 from scute_compile.pack.evaluate import Array
 
 
-class TooNarrow(Exception):  # noqa: N818 - it is caught and answered by a wider dtype; only the last one is an error
+class TooNarrow(Exception):  # noqa: N818 - a wider dtype is tried first; an error only for the last one
     """Values overflow the dtype, or lose digits as subnormals."""
 
     def __init__(self, where: str, found: str, dtype: DType) -> None:
@@ -23,7 +22,7 @@ class TooNarrow(Exception):  # noqa: N818 - it is caught and answered by a wider
         self.where, self.found, self.dtype = where, found, dtype
 
     def refuse(self) -> NoReturn:
-        """Report it to the user."""
+        """Raise it as a diagnostic: SC320."""
         fail(
             Code.SC320,
             where=self.where,
@@ -40,12 +39,14 @@ def rounded(values: Array, dtype: DType, where: str) -> torch.Tensor:
     """Return `values` in `dtype`, rounded to nearest once.
 
     Raises:
-        TooNarrow: when a value overflows, or when subnormals cost more than ordinary rounding can.
-        ScuteError: SC309 when a value is infinite or NaN before it is rounded.
+        TooNarrow: A value overflows, or subnormals lose more than ordinary rounding can.
+        ScuteError: SC309 when a value is infinite or NaN before rounding.
     """
     exact = torch.from_numpy(np.ascontiguousarray(values))
-    tensor = exact.to(getattr(torch, dtype.value))
-    if tensor.numel() and not all(edge.isfinite() for edge in torch.aminmax(tensor)):  # a NaN anywhere is both edges
+    tensor = exact.to(torch_dtype(dtype.value))
+    if tensor.numel() and not all(
+        edge.isfinite() for edge in torch.aminmax(tensor)
+    ):  # a NaN anywhere becomes both edges
         _refuse_non_finite(exact, where)
         raise TooNarrow(where, f"largest value {float(exact.abs().max()):.6g}", dtype)
     if dtype is DType.FLOAT16:
@@ -69,14 +70,9 @@ def _refuse_non_finite(exact: torch.Tensor, where: str) -> None:
         )
 
 
-def raw_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return a tensor's bytes in row-major order."""
-    return np.asarray(tensor.contiguous().view(torch.uint8).numpy()).reshape(-1)
-
-
 def factor_digest(tensor: torch.Tensor, dtype: DType) -> str:
-    """Return the content hash of a shared factor: dtype, shape and bytes."""
+    """Return the hash that names a shared factor `(rank, features)`, over its dtype, shape and bytes."""
     rank, features = tensor.shape
     digest = hashlib.sha256(factor_hash_prefix(dtype.value, rank, features))
-    digest.update(raw_bytes(tensor).data)
+    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Drawing VeRA's projections anew from their key, bit for bit as PEFT draws them (`tuners/vera/model.py`)."""
+"""Draws VeRA's projections from their key, with the bits that PEFT draws (`tuners/vera/model.py`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.ir.expressions import VeraProjection
 from scute_compile.pack.evaluate import Array
 
@@ -21,7 +22,7 @@ def draw(x: VeraProjection) -> Array:
         name: torch.empty(shape).uniform_(-bound(shape[1]), bound(shape[1]), generator=generator)
         for name, shape in (("A", (x.rank, x.max_in)), ("B", (x.max_out, x.rank)))
     }
-    rounded = drawn[x.which].to(getattr(torch, x.rounding)).float()
+    rounded = drawn[x.which].to(torch_dtype(x.rounding)).float()
     return np.asarray(rounded.numpy())
 
 

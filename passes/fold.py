@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from scute_compile.diagnostics import Code
 from scute_compile.ir.expressions import Add, AsStored, Expression, Multiply, Ref, Subtract
 from scute_compile.ir.program import Action, Note, Owner, Program, Site, Stage, Term
+from scute_compile.passes.context import Context
 from scute_compile.passes.rewrites import TERM_REWRITES
 from scute_compile.passes.values import Facts, is_ones, is_zero
 
 
-def fold(program: Program, facts: Facts) -> Program:
-    """Apply the fold rule to every site.
+def fold(program: Program, context: Context) -> Program:
+    """Apply the fold rule to every site. Sites without effect vanish; SC314 notes when none is left.
 
     Args:
-        program: a placed program.
-        facts: what the scan found, by checkpoint key; identities and zeros are recognised by it.
+        program: a placed program, or a parsed one that is planned without its base.
+        context: its facts tell identities and zeros.
     """
+    facts = context.facts
     sites, notes = [], list(program.notes)
     for site in program.sites:
         folded = compile_bias(_fold_slots(_fold_terms(site, facts, notes), facts, notes), notes)
         if not folded.empty:
             sites.append(folded)
+    if program.sites and not sites:
+        context.findings.note(
+            Code.SC314,
+            where="adapter",
+            found="every B (or every slot) is zero or the identity: no effect",
+            expected="a trained adapter",
+        )
     return replace(program, sites=tuple(sites), notes=tuple(notes), stage=Stage.FOLDED)
 
 
@@ -51,7 +61,7 @@ def _without_identities(term: Term, facts: Facts, site: Site, suffix: str, notes
 
 
 def fold_term(term: Term, site: Site, suffix: str, notes: list[Note]) -> Term:
-    """Apply every row of the table once, with a note for each that applies."""
+    """Apply every row of the table once; add a note for each row that applies."""
     for rewrite in TERM_REWRITES:
         rewritten = rewrite.apply(term)
         if rewritten is not None:
@@ -89,24 +99,25 @@ def _site_note(site: Site, slot: str, action: Action, rule: str, why: str) -> No
 def compile_bias(site: Site, notes: list[Note]) -> Site:
     """Turn the adapter's bias into the shift of the compiled form: `b = beta_adapter - s * beta`.
 
-    `s` is taken as the artifact stores it, so that the shift corrects its rounding too. `y` holds `beta` already.
+    `s` is taken as the artifact stores it, so that the shift corrects its rounding too. `y` already includes `beta`.
     """
-    own, s, beta = site.linear.bias, site.s, site.beta
-    if beta is None and (own is None or s is None):
+    base_bias, s, beta = site.linear.bias, site.s, site.beta
+    if beta is None and (base_bias is None or s is None):
         return site
-    b, why = _shift(own, s, beta)
+    b, why = _shift(base_bias, s, beta)
     action = Action.PLANNED if b is not None else Action.DROPPED
     notes.append(_site_note(site, "b", action, "compiled form of the bias", why))
     return replace(site, beta=None, b=b)
 
 
-def _shift(own: Ref | None, s: Expression | None, beta: Expression | None) -> tuple[Expression | None, str]:
-    if own is None:
-        return beta, "the base has no bias: b is the adapter's own"
-    if s is not None and beta == Multiply(s, own):
+def _shift(base_bias: Ref | None, s: Expression | None, beta: Expression | None) -> tuple[Expression | None, str]:
+    if base_bias is None:
+        return beta, "the base has no bias: b is the adapter's bias"
+    if s is not None and beta == Multiply(s, base_bias):
         return None, "s scales the bias too: s * beta - s * beta = 0"
     if s is None:
-        if isinstance(beta, Add) and beta.x == own:
+        if isinstance(beta, Add) and beta.x == base_bias:
             return beta.y, "beta + extra - beta = extra"
-        return (Subtract(beta, own), "b = beta_adapter - beta") if beta is not None else (None, "")
-    return Subtract(beta or own, Multiply(AsStored(s), own)), "b = beta_adapter - s * beta, with s as stored"
+        return (Subtract(beta, base_bias), "b = beta_adapter - beta") if beta is not None else (None, "")
+    shift = Subtract(beta or base_bias, Multiply(AsStored(s), base_bias))
+    return shift, "b = beta_adapter - s * beta, with s as stored"

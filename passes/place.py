@@ -1,8 +1,8 @@
-"""The place pass: moves slots to where an engine can compute them.
+"""The place pass: moves slots to layers where an engine can compute them.
 
-An input vector l of a layer that reads an element-wise product, `down(act(gate) * up)`, right-multiplies `up`: element-
-wise products commute. It then scales whatever `s`, bias and `e_k` stand there. Where it can't move (a plain MLP, an
-attention output) it stays a diagonal R of its own site.
+An input vector l of a layer that reads an element-wise product, `down(act(gate) * up)`, scales the output of `up`,
+since element-wise products commute. It then multiplies the `s`, the bias and every `e_k` of that layer. Where it can't
+move (a plain MLP, an attention output) it stays a diagonal R of its site.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from dataclasses import replace
 from scute_compile.ir.expressions import Add, Concatenate, Expression, Fill, Multiply, Subtract
 from scute_compile.ir.linear import Linear
 from scute_compile.ir.program import Action, Note, Owner, Program, RotationKind, Site, Stage, Term
+from scute_compile.passes.context import Context
+from scute_compile.passes.obstacles import find_obstacles
 
 RULE = "input vector of a product -> output vector of its plain factor"
 
 
-def place(program: Program, linears: Mapping[str, Linear]) -> Program:
-    """Move input vectors through element-wise products.
-
-    Args:
-        program: a parsed program.
-        linears: the base's layers, in which the product's plain factor is found.
-    """
+def place(program: Program, context: Context) -> Program:
+    """Move input vectors through element-wise products; look for obstacles where a slot moved to another layer."""
+    linears = context.base.linears
     sites = {site.name: site for site in program.sites}
     notes = []
     for site in program.sites:
@@ -48,11 +46,13 @@ def place(program: Program, linears: Mapping[str, Linear]) -> Program:
             )
         )
     ordered = tuple(sites[name] for name in linears if name in sites)
+    if notes:
+        find_obstacles(ordered, program.target.tp, context.findings)
     return replace(program, sites=ordered, notes=program.notes + tuple(notes), stage=Stage.PLACED)
 
 
 def _target(site: Site, linears: Mapping[str, Linear]) -> Linear | None:
-    # a low-rank term of this site reads x as it is, so x itself must not be scaled upstream
+    # a low-rank term of this site reads x unscaled, so x must not be scaled upstream
     movable = site.rotation is not None and site.rotation.kind is RotationKind.DIAGONAL and not site.terms
     product = site.linear.input_product
     return linears[product.site] if movable and product is not None else None
@@ -70,19 +70,20 @@ def _widened(site: Site, target: Linear) -> Expression:
     )
     if len(target.parts) < 2:
         return vector
-    parts = [Fill(1.0, (part.size,)) for part in target.parts]
-    return Concatenate(tuple(vector if i == site.linear.input_product.part else one for i, one in enumerate(parts)))
+    parts: list[Expression] = [Fill(1.0, (part.size,)) for part in target.parts]
+    parts[site.linear.input_product.part] = vector
+    return Concatenate(tuple(parts))
 
 
 def scale_output(site: Site, vector: Expression) -> Site:
-    """Return the site whose whole output, bias and terms included, is multiplied by `vector`."""
+    """Return the site with its whole output, bias and terms included, multiplied by `vector`."""
     bias = site.linear.bias
     s = Multiply(site.s, vector) if site.s is not None else vector
     beta: Expression | None = None
     if site.beta is not None and not (bias is not None and site.s is not None and site.beta == Multiply(site.s, bias)):
         beta = Multiply(site.beta, vector)
     elif bias is not None:
-        # written as s * b0 once more, so that the compiled form sees that it cancels
+        # written as s * beta again, so that the compiled form recognises that it cancels
         beta = Multiply(s, bias) if site.s is None or site.beta is not None else Multiply(bias, vector)
     return replace(site, s=s, beta=beta, terms=tuple(_scaled(term, vector) for term in site.terms))
 

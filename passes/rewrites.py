@@ -1,7 +1,7 @@
 """The fold rule as a table of named rewrites, each with its algebra.
 
-A slot next to a factor that the adapter owns merges into it; a slot whose neighbours are shared or base stays live.
-Every row is a pure function from a term to the rewritten term, or None where the row doesn't apply.
+A slot next to a factor that the adapter owns merges into it; a slot between shared or base factors stays live. Every
+row is a pure function from a term to the rewritten term, or to None where the row doesn't apply.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Rewrite:
 
     name: str
     slot: str
-    """The slot that goes away."""
+    """The slot that the rewrite removes."""
     algebra: str
     """Left side = right side, with A of shape (in, rank) as in the normal form."""
     apply: Callable[[Term], Term | None]
@@ -79,4 +79,4 @@ TERM_REWRITES = (
     Rewrite(name="c-into-A", slot="c", algebra="c ((x A) B) = (x (c A)) B", apply=c_into_a),
     Rewrite(name="c-into-d", slot="c", algebra="c (((x A) * d) B) = ((x A) * (c d)) B", apply=c_into_d),
 )
-"""In the order in which they are tried; each is tried once."""
+"""Tried once each, in this order."""

@@ -1,32 +1,34 @@
-"""Give each live slot the route that costs least for the target's workload, and keep what the others would cost.
+"""The route pass: gives each live slot its route, with the costs of the route and of its alternatives.
 
-The number beside a route is bytes per step, launches included at what memory would move in their time
-(`scute_compile.passes.route_costs`). R is routed for a fused GEMM as a whole, so its numbers are the GEMM's.
+A slot has one route, the one that computes its effect without a further rounding to the activations' or the weights'
+dtype. The alternatives are priced so that `explain-folds` can compare them. Costs are bytes per step, launches included
+(`scute_compile.passes.route_costs`). R is computed for a fused GEMM as a whole, so its costs are the GEMM's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from scute_compile.base.structure import ModelStructure
+from scute_compile.ir.dtypes import DType
 from scute_compile.ir.expressions import width
 from scute_compile.ir.linear import Linear, TermCut
 from scute_compile.ir.program import Action, Note, Owner, Program, Route, RouteChoice, Site, Stage
-from scute_compile.ir.target import Target, Workload
+from scute_compile.ir.target import Workload
+from scute_compile.passes.context import Context
 from scute_compile.passes.route_costs import (
-    Candidate,
+    Cost,
+    GemmMember,
     SiteShape,
     TermShape,
-    Turned,
-    inner_candidates,
-    outer_candidates,
+    inner_costs,
+    outer_costs,
     ranked,
-    rotation_candidates,
-    scale_candidates,
-    shift_candidates,
+    rotation_costs,
+    scale_costs,
+    shift_costs,
 )
 
 _BASE_ONLY = (("W", Owner.BASE),)
@@ -37,33 +39,23 @@ class _LiveSlot:
     slot: str
     rule: str
     neighbours: tuple[tuple[str, Owner], ...]
-    candidates: Sequence[Candidate]
-    must_be_exact: bool = False
+    costs: Sequence[Cost]
 
 
-def route(
-    program: Program,
-    *,
-    changed: Mapping[str, int] = MappingProxyType({}),
-    near_identity: Collection[str] = (),
-    structure: ModelStructure | None = None,
-) -> Program:
-    """Return the program with a route for every live slot, and a note for each choice.
+def route(program: Program, context: Context) -> Program:
+    """Give every live slot its route, and add a note for each.
 
     Args:
-        program: After sharding; unsharded sites count whole.
-        changed: Site name -> how many columns of `s`, or rows of R, differ from the identity. Absent: all.
-        near_identity: Sites whose `R - I` is lost when the turned input is rounded: their fused GEMMs take the cheapest
-            route that keeps it, even where another moves fewer bytes.
-        structure: The base, to count the members of a fused GEMM that the adapter doesn't touch. None: those of the
-            program alone.
+        program: a sharded program.
+        context: its base gives the artifact's dtype, and the members of a fused GEMM that the adapter doesn't touch.
     """
-    gemms = _gemms(program, structure)
+    dtype = program.target.dtype or context.base.dtype
+    gemms = _gemms(program, context.base)
     sites: list[Site] = []
     notes: list[Note] = []
     for site in program.sites:
         choices: list[RouteChoice] = []
-        for live in _live_slots(site, program, gemms[_gemm(site.linear)], changed, near_identity):
+        for live in _live_slots(site, gemms[_gemm(site.linear)], dtype, program.target.workload):
             choice, note = _choose(site, live, program.target.workload)
             choices.append(choice)
             notes.append(note)
@@ -71,90 +63,72 @@ def route(
     return replace(program, stage=Stage.ROUTED, sites=tuple(sites), notes=(*program.notes, *notes))
 
 
-def _live_slots(
-    site: Site,
-    program: Program,
-    gemm: Sequence[Site],
-    changed: Mapping[str, int],
-    near_identity: Collection[str],
-) -> Iterator[_LiveSlot]:
-    workload, shape = program.target.workload, _shape(site, program.target)
+def _live_slots(site: Site, gemm: Sequence[Site], dtype: DType, workload: Workload) -> Iterator[_LiveSlot]:
+    shape = _shape(site, dtype)
     if site.rotation is not None:
-        turned = [
-            Turned(shape=_shape(s, program.target), rotation=s.rotation, changed_rows=changed.get(s.name)) for s in gemm
-        ]
-        yield _LiveSlot(
-            slot="R",
-            rule="live: R beside the base's W",
-            neighbours=_BASE_ONLY,
-            candidates=rotation_candidates(turned, workload),
-            must_be_exact=any(s.name in near_identity for s in gemm if s.rotation is not None),
-        )
+        members = [GemmMember(shape=_shape(member, dtype), rotation=member.rotation) for member in gemm]
+        costs = rotation_costs(members, workload)
+        yield _LiveSlot(slot="R", rule="live: R beside the base's W", neighbours=_BASE_ONLY, costs=costs)
     if site.s is not None:
-        found = scale_candidates(shape, workload, changed_columns=changed.get(site.name))
-        yield _LiveSlot(slot="s", rule="live: s beside the base's W", neighbours=_BASE_ONLY, candidates=found)
+        costs = scale_costs(shape, workload)
+        yield _LiveSlot(slot="s", rule="live: s beside the base's W", neighbours=_BASE_ONLY, costs=costs)
     if site.b is not None:
-        found = shift_candidates(shape, workload)
-        yield _LiveSlot(slot="b", rule="live: b beside the base's W", neighbours=_BASE_ONLY, candidates=found)
+        costs = shift_costs(shape, workload)
+        yield _LiveSlot(slot="b", rule="live: b beside the base's W", neighbours=_BASE_ONLY, costs=costs)
     yield from _live_in_terms(site, shape, workload)
 
 
 def _live_in_terms(site: Site, shape: SiteShape, workload: Workload) -> Iterator[_LiveSlot]:
     for number, term in enumerate(site.terms):
-        held = _term_shape(site, number, shape)
+        of_term = _term_shape(site, number, shape)
         suffix = f".{number}" if len(site.terms) > 1 else ""
         a, b = ("A", term.a.owner), ("B", term.b.owner)
         if term.d is not None:
-            found = inner_candidates(held, workload)
             rule = "live: d between factors that the adapter doesn't own"
-            yield _LiveSlot(slot=f"d{suffix}", rule=rule, neighbours=(a, b), candidates=found)
+            yield _LiveSlot(slot=f"d{suffix}", rule=rule, neighbours=(a, b), costs=inner_costs(of_term, workload))
         if term.e is not None:
-            found = outer_candidates(held, workload)
             rule = "live: e after a B that the adapter doesn't own"
-            yield _LiveSlot(slot=f"e{suffix}", rule=rule, neighbours=(b,), candidates=found)
+            yield _LiveSlot(slot=f"e{suffix}", rule=rule, neighbours=(b,), costs=outer_costs(of_term, workload))
 
 
 def _choose(site: Site, live: _LiveSlot, workload: Workload) -> tuple[RouteChoice, Note]:
-    order = ranked(live.candidates, workload)
-    best = next((c for c in order if c.exact), order[0]) if live.must_be_exact else order[0]
-    costs = tuple((c.route, c.charge(workload)) for c in order)
+    costs = ranked(live.costs, workload)
+    chosen, way = next((cost, cost.way) for cost in costs if isinstance(cost.way, Route))
+    candidates = tuple((cost.way, cost.charge(workload)) for cost in costs)
     note = Note(
         site=site.name,
         slot=live.slot,
         action=Action.LIVE,
         rule=live.rule,
         neighbours=live.neighbours,
-        why=_why(live, best, order, workload),
-        route=best.route,
-        candidates=costs,
+        why=_why(live, chosen, costs[0], workload),
+        route=way,
+        candidates=candidates,
     )
-    return RouteChoice(slot=live.slot, route=best.route, candidates=costs), note
+    return RouteChoice(slot=live.slot, route=way, candidates=candidates), note
 
 
-def _why(live: _LiveSlot, best: Candidate, order: Sequence[Candidate], workload: Workload) -> str:
+def _why(live: _LiveSlot, chosen: Cost, cheapest: Cost, workload: Workload) -> str:
     owners = " and ".join(
         f"{name} is {'the ' if owner is Owner.BASE else ''}{owner}" for name, owner in live.neighbours
     )
-    launches = "no launch" if best.launches == 0 else f"{best.launches} launch{'es' if best.launches > 1 else ''}"
+    launches = f"{chosen.launches} launch{'es' if chosen.launches > 1 else ''}" if chosen.launches else "no launch"
     load = f"{workload.tenants} tenants and {workload.tokens} tokens"
     sentences = [
         f"{owners}, so {live.slot} can't merge",
-        f"{best.route} moves {best.moved:,} bytes and adds {launches} for {load}",
+        f"{chosen.way} moves {chosen.moved:,} bytes and adds {launches} for {load}",
     ]
     if live.slot == "R":
         sentences.append("one choice for its whole fused GEMM")
-        if best.route is Route.BEFORE_GEMM:
-            sentences.append("adds one rounding of x, which loses an R - I below that rounding; delta rows keep it")
-        elif best is not order[0]:
-            sentences.append(f"{order[0].route} would cost less, but a rotation near the identity may not survive it")
-    if best.route in {Route.MERGED_COPY, Route.AS_LORA}:
-        sentences.append("the artifact keeps the slot; a runtime makes the copy when it loads the adapter")
+    if cheapest is not chosen:
+        lost = "a rotation near the identity may not survive it" if live.slot == "R" else "it rounds once more"
+        sentences.append(f"{cheapest.way} would cost less, but {lost}")
     return "; ".join(sentences)
 
 
-def _gemms(program: Program, structure: ModelStructure | None) -> Mapping[str, tuple[Site, ...]]:
+def _gemms(program: Program, structure: ModelStructure) -> Mapping[str, tuple[Site, ...]]:
     found: dict[str, dict[str, Site]] = defaultdict(dict)
-    for linear in structure.linears.values() if structure is not None else ():
+    for linear in structure.linears.values():
         found[_gemm(linear)][linear.name] = Site(linear=linear)
     for site in program.sites:
         found[_gemm(site.linear)][site.name] = site
@@ -165,13 +139,12 @@ def _gemm(linear: Linear) -> str:
     return linear.gemm or linear.name
 
 
-def _shape(site: Site, target: Target) -> SiteShape:
+def _shape(site: Site, dtype: DType) -> SiteShape:
     # The widest rank decides: all ranks take the same route, and the step waits for the slowest.
     linear = site.linear
     inputs = max(map(width, site.cut.inputs)) if site.cut else linear.in_features
     outputs = max(map(width, site.cut.outputs)) if site.cut else linear.out_features
-    wide = 4 if linear.weight.dtype in {"F32", "F64"} else 2
-    return SiteShape(inputs=inputs, outputs=outputs, width=target.dtype.itemsize if target.dtype else wide)
+    return SiteShape(inputs=inputs, outputs=outputs, width=dtype.itemsize)
 
 
 def _term_shape(site: Site, number: int, shape: SiteShape) -> TermShape:

@@ -1,6 +1,6 @@
-"""Scan: one buffered pass over the adapter's bytes that leaves a few facts per tensor.
+"""The scan: one buffered pass over the adapter's bytes that returns a few facts per tensor.
 
-Later passes and findings ask these facts (is it finite, zero, the identity?) instead of reading the tensor again.
+Later passes and findings use these facts (whether a tensor is finite, zero, the identity) and don't read tensors again.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 from scute_compile.formats.peft_folder import CONFIG, WEIGHTS, AdapterFolder
-from scute_compile.formats.reading import opened
+from scute_compile.formats.reading import opened, sha256_of
 from scute_compile.formats.safetensors import TensorEntry, decode, read_exactly
-from scute_compile.formats.safetensors_writer import sha256_of
+from scute_compile.ir.dtypes import FORMATS
 
 Words: TypeAlias = npt.NDArray[np.unsignedinteger]
 
 BLOCK_BYTES = 1 << 20
-"""Small enough that a block and its scratch copy stay in the processor's cache."""
+"""Bytes per read: a block and its scratch copy stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """What one pass over a tensor's entries found.
+    """Facts about a tensor's entries.
 
-    An integer tensor has `finite` and `size` alone; its other facts are those of an empty one.
+    Of a tensor whose dtype is not in `FORMATS`, only `size` is known; the other facts are those of an empty tensor.
     """
 
     finite: bool
@@ -45,7 +45,7 @@ class TensorFacts:
     not_one: int
     """Entries that differ from 1."""
     ones: bool
-    """Every entry is 1, and there is one at least."""
+    """Every entry is 1, and the tensor is not empty."""
     size: int
     """Number of entries."""
 
@@ -56,33 +56,11 @@ class Scan:
 
     facts: Mapping[str, TensorFacts]
     sha256: Mapping[str, str]
-    """Empty unless hashes were asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How a dtype's bits lie in an unsigned word: for positive floats, larger numbers are larger words."""
-
-    word: str
-    one: int
-    infinity: int
-
-    @property
-    def magnitude(self) -> int:
-        """Every bit but the sign."""
-        return int(np.iinfo(self.word).max) >> 1
-
-
-_LAYOUTS = {
-    "F32": _Layout("<u4", 0x3F800000, 0x7F800000),
-    "BF16": _Layout("<u2", 0x3F80, 0x7F80),
-    "F16": _Layout("<u2", 0x3C00, 0x7C00),
-    "F64": _Layout("<u8", 0x3FF0000000000000, 0x7FF0000000000000),
-}
+    """Empty unless `scan` was called with `hash_files`."""
 
 
 def scan(adapter: AdapterFolder, *, hash_files: bool = False) -> Scan:
-    """Read the adapter's weights once, in blocks, and return what they are like.
+    """Read the adapter's weights once, in blocks, and return the facts of every tensor.
 
     Args:
         adapter: The opened folder.
@@ -96,17 +74,17 @@ def scan(adapter: AdapterFolder, *, hash_files: bool = False) -> Scan:
     digest = hashlib.sha256()
     facts: dict[str, TensorFacts] = {}
     with opened(adapter.weights) as file:
-        # Entries lie end to end in this order, so that header and entries together are the whole file.
+        # Entries are contiguous in this order, so the header and the entries together are the whole file.
         start = min((entry.begin for entry in adapter.tensors.values()), default=0)
         for block in _blocks(file, start, buffer, adapter):
             digest.update(block.data)
         for key, entry in adapter.tensors.items():
-            gathered = _Gathered(entry)
+            counts = _Counts(entry)
             for block in _blocks(file, entry.nbytes, buffer, adapter):
-                gathered.add(block, scratch)
+                counts.add(block, scratch)
                 if hash_files:
                     digest.update(block.data)
-            facts[key] = gathered.facts()
+            facts[key] = counts.facts()
     hashes = {WEIGHTS: digest.hexdigest(), CONFIG: sha256_of(adapter.path / CONFIG)} if hash_files else {}
     return Scan(facts=MappingProxyType(facts), sha256=MappingProxyType(hashes))
 
@@ -119,47 +97,48 @@ def _blocks(
         yield read_exactly(file, buffer[: min(BLOCK_BYTES, length - offset)], adapter.weights)
 
 
-class _Gathered:
-    """The running figures of one tensor, all of them integers: reductions over words need no decoding."""
+class _Counts:
+    """The running reductions of one tensor, over its words: for positive floats, larger numbers are larger words."""
 
     def __init__(self, entry: TensorEntry) -> None:
         self._entry = entry
-        self._layout = _LAYOUTS.get(entry.dtype)
+        self._format = FORMATS.get(entry.dtype)
         self._most = 0
         self._least = -1
         self._ones = 0
 
     def add(self, block: npt.NDArray[np.uint8], scratch: npt.NDArray[np.uint8]) -> None:
-        if self._layout is None:
+        if self._format is None:
             return
-        words: Words = block.view(self._layout.word)
-        size: Words = scratch[: block.size].view(self._layout.word)
-        self._ones += int(np.count_nonzero(words == words.dtype.type(self._layout.one)))
-        np.bitwise_and(words, words.dtype.type(self._layout.magnitude), out=size)
-        self._most = max(self._most, int(size.max()))
-        # Less one, zero becomes the largest word of all: the minimum then passes over zeros without a mask.
-        np.subtract(size, words.dtype.type(1), out=size)
-        least = int(size.min()) + 1
-        if least <= self._layout.magnitude:
+        words: Words = block.view(self._format.word)
+        magnitudes: Words = scratch[: block.size].view(self._format.word)
+        largest_magnitude = int(np.iinfo(words.dtype).max) >> 1  # every bit but the sign
+        self._ones += int(np.count_nonzero(words == words.dtype.type(self._format.one)))
+        np.bitwise_and(words, words.dtype.type(largest_magnitude), out=magnitudes)
+        self._most = max(self._most, int(magnitudes.max()))
+        # Subtracting 1 turns zero into the largest word, so that the minimum ignores zeros without a mask.
+        np.subtract(magnitudes, words.dtype.type(1), out=magnitudes)
+        least = int(magnitudes.min()) + 1
+        if least <= largest_magnitude:
             self._least = least if self._least < 0 else min(self._least, least)
 
     def facts(self) -> TensorFacts:
-        entry, layout = self._entry, self._layout
-        if layout is None:
+        entry, floats = self._entry, self._format
+        if floats is None:
             return TensorFacts(
                 finite=True, zero=False, largest=0.0, smallest=0.0, not_one=0, ones=False, size=entry.size
             )
-        finite = self._most < layout.infinity
+        finite = self._most < floats.infinity
         return TensorFacts(
             finite=finite,
             zero=self._most == 0,
             largest=self._number(self._most) if finite else math.inf,
-            smallest=self._number(self._least) if 0 < self._least < layout.infinity else 0.0,
+            smallest=self._number(self._least) if 0 < self._least < floats.infinity else 0.0,
             not_one=entry.size - self._ones,
             ones=self._ones == entry.size > 0,
             size=entry.size,
         )
 
     def _number(self, word: int) -> float:
-        width = np.dtype(self._layout.word).itemsize if self._layout else 0
+        width = self._format.itemsize if self._format else 0
         return float(decode(word.to_bytes(width, "little"), self._entry.dtype)[0])

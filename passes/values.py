@@ -1,4 +1,4 @@
-"""What can be said of an expression's value from the scan's facts alone."""
+"""Which values are known to be all zeros or all ones, from the scan's facts alone."""
 
 from __future__ import annotations
 

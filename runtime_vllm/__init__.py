@@ -1,4 +1,4 @@
-"""The vLLM plugin: compiled adapters of every method served by vLLM, beside each other and beside stock LoRA."""
+"""The vLLM plugin: serves compiled adapters of every method in one batch with stock LoRA and the bare base."""
 
 if __name__ != "scute_compile.runtime_vllm":
     raise ImportError(

@@ -1,9 +1,11 @@
-"""vLLM's bookkeeping of adapters, with the runtime's pool behind it: what vLLM activates is what lies in the pool."""
+"""vLLM's manager of LoRA adapters with the runtime's pool behind it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -14,25 +16,37 @@ from scute_compile.runtime_min.pool.directory import GRANULE_BYTES, PAGE_BYTES, 
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Gemm
-from scute_compile.runtime_vllm import graph_kinds
+from scute_compile.runtime_min.step.writer import StepLimits
 from scute_compile.runtime_vllm.engine_base import EngineBase
-from scute_compile.runtime_vllm.engine_steps import EngineSteps, StepLimits
-from scute_compile.runtime_vllm.layers import AdaptedLinear, Attachment
-from scute_compile.runtime_vllm.load_checks import check_fits
+from scute_compile.runtime_vllm.engine_steps import EngineSteps
+from scute_compile.runtime_vllm.hooks import GRAPH_HOOKS, install
+from scute_compile.runtime_vllm.layers import ADAPTED, AdaptedLinear, Attachment
 from scute_compile.runtime_vllm.logits import AdaptedLogits
 from scute_compile.runtime_vllm.options import Options
 from scute_compile.runtime_vllm.stock_lora import Module, pack_stock_lora
+from scute_compile.runtime_vllm.vllm_types import LoRAMapping, LoRAModel
 
 logger = logging.getLogger("vllm.scute")
 DECODE_ROWS = 64
-"""Most rows of the decode form; beyond it tiles of many tokens are faster."""
+"""Most rows of the decode form; with more, tiles of many tokens are faster."""
+
+
+@dataclass(kw_only=True)
+class Loaded:
+    """What the plugin attaches to vLLM's LoRA model as its attribute `scute`."""
+
+    packed: PackedAdapter
+    digest: str | None
+    """Of the content on disk; None for a stand-in of vLLM's warm-up."""
+    merged: bool = False
+    """Whether vLLM has merged the slices of the layers that it keeps."""
 
 
 class AdapterManager(LRUCacheLoRAModelManager):
     """vLLM's manager of LoRA models, for adapters of every method.
 
-    An adapter that vLLM registers lies in the pool's host memory; one that it activates lies on the device. Embeddings,
-    heads and experts stay with vLLM's own layers.
+    Registered adapters lie in the pool's host memory, activated ones on the device. Embeddings, heads and experts stay
+    with vLLM's own layers.
     """
 
     options: ClassVar[Options] = Options()
@@ -40,8 +54,9 @@ class AdapterManager(LRUCacheLoRAModelManager):
     def __init__(self, *args: Any, vllm_config: Any, **named: Any) -> None:
         super().__init__(*args, vllm_config=vllm_config, **named)
         self._epoch = 0
-        """Counts changes of what is on the device, which vLLM's own check of the slots can miss."""
+        """Counts changes of what is on the device, some of which vLLM's comparison of its indices misses."""
         self._written = -1
+        """The epoch of the last step that was written."""
         self._modules = tuple(
             Module(name=name, layer=layer, sites=self._sites(name, layer))
             for name, layer in self.modules.items()
@@ -55,12 +70,12 @@ class AdapterManager(LRUCacheLoRAModelManager):
         self._stages = int(vllm_config.parallel_config.pipeline_parallel_size)
         self.splits_steps = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
         self.digests: dict[int, str] = {}
-        """Content of each artifact by vLLM's number, until that adapter is removed."""
-        self._models: dict[int, Any] = {}
-        """vLLM's LoRA models by number, as long as they are registered."""
+        """Digest of each adapter's content by vLLM's id, until that adapter is removed."""
+        self._models: dict[int, LoRAModel] = {}
+        """vLLM's LoRA models by id, while they are registered."""
         self._held: frozenset[int] = frozenset()
-        self._kept: dict[int, Any] = {}
-        """Models of held adapters that vLLM has forgotten, so that a step never reads their files again."""
+        self._held_models: dict[int, LoRAModel] = {}
+        """Models of held adapters that vLLM has evicted, so that no step reads their files again."""
         max_num_seqs, padded_beyond = _decode_rows(vllm_config)
         limits = StepLimits(
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -78,17 +93,15 @@ class AdapterManager(LRUCacheLoRAModelManager):
             device=torch.device(self.device),
             shared_pages=pages_of(self.options.shared_bytes),
             pairs=self.options.pairs,
-            tp=self.tp,
-            rank=self.rank,
         )
         self.steps = EngineSteps(self.pool, limits)
         self._attach()
-        graph_kinds.install()
+        _install_graph_hooks()
         logger.info("%s", pool_report(self))
 
     @property
     def renames_layers(self) -> bool:
-        """Whether vLLM may look for a layer's adapter under another name than the checkpoint's, or elsewhere."""
+        """Whether vLLM may look for a layer's adapter under another name than the checkpoint's, or on another rank."""
         return bool(
             self.is_pooling_model
             or self.supports_mm
@@ -103,64 +116,80 @@ class AdapterManager(LRUCacheLoRAModelManager):
         return {site.name: module for module in self._modules for site in module.sites}
 
     def packed_adapters(self, *, without: int = 0) -> Mapping[str, PackedAdapter]:
-        """Return the adapters in host memory by the pool's name, with those that vLLM will register again."""
-        kept = {self.pool_name(number): model.scute_packed for number, model in self._kept.items()}
-        return {
-            name: packed
-            for name, packed in {**kept, **self.pool.packed_adapters}.items()
-            if name != self.pool_name(without)
-        }
+        """Return the adapters in host memory by the pool's name, held ones that vLLM has evicted included.
 
-    def hold(self, numbers: Collection[int]) -> None:
-        """Keep these adapters in host memory until the next call, also where vLLM forgets them, and no others."""
-        self._held = frozenset(numbers)
-        self._kept = {number: model for number, model in self._kept.items() if number in self._held}
+        Args:
+            without: The id of an adapter to leave out.
+        """
+        held = {pool_name(lora_id): _loaded(model).packed for lora_id, model in self._held_models.items()}
+        adapters = {**held, **self.pool.packed_adapters}
+        adapters.pop(pool_name(without), None)
+        return adapters
 
-    def kept(self, lora_id: int) -> Any:
-        """Return the model of a held adapter that vLLM has forgotten; None where there is none."""
-        return self._kept.get(lora_id)
+    def hold(self, lora_ids: Collection[int]) -> None:
+        """Keep these adapters, and no others, in host memory until the next call, even where vLLM evicts them."""
+        self._held = frozenset(lora_ids)
+        self._held_models = {lora_id: model for lora_id, model in self._held_models.items() if lora_id in self._held}
 
-    def pool_name(self, lora_id: int) -> str:
-        """Return what the pool calls an adapter; vLLM's numbers tell apart what shares a name."""
-        return str(lora_id)
+    def held_model(self, lora_id: int) -> LoRAModel | None:
+        """Return the model of a held adapter that vLLM has evicted; None for any other id."""
+        return self._held_models.get(lora_id)
+
+    def take_over(self, lora_model: LoRAModel, name: str) -> PackedAdapter:
+        """Pack a stock LoRA's weights of the adapted layers for the pool, and remove them from vLLM's model.
+
+        With vLLM's own kernels they stay there, and the packed adapter is empty.
+
+        Args:
+            lora_model: As vLLM loaded it.
+            name: The adapter's, for messages.
+
+        Raises:
+            ScuteError: As `pack_stock_lora`.
+        """
+        weights = {} if self.options.stock_kernels else lora_model.loras
+        pin = self.pool.memory.pin
+        packed = pack_stock_lora(name, weights, self._modules, self.sites, self.pool.dtype, pin=pin)
+        self._strip(lora_model)
+        return packed
 
     def activate_adapter(self, lora_id: int) -> bool:
-        """Bring an adapter onto the device."""
+        """Copy an adapter to the device."""
         activated = bool(super().activate_adapter(lora_id))
         if activated:
             self._epoch += 1
-        self.pool.ensure([self.pool_name(lora_id)])
+        self.pool.ensure([pool_name(lora_id)])
         return activated
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
-        """Take an adapter off the device and out of the pool: vLLM calls this where it forgets one."""
+        """Remove an adapter from the device and from the pool; vLLM calls this when it evicts or removes one."""
         deactivated = bool(super().deactivate_adapter(adapter_id))
-        name, model = self.pool_name(adapter_id), self._models.pop(adapter_id, None)
+        name, model = pool_name(adapter_id), self._models.pop(adapter_id, None)
         if model is not None and adapter_id in self._held:
-            self._kept[adapter_id] = model
+            self._held_models[adapter_id] = model
         if name in self.pool.names:
-            self._take_off(name)
+            self._evict(name)
             self.pool.remove(name)
         return deactivated
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Forget one adapter because it was asked for: its name may come back with other content."""
+        """Remove an adapter on request; its id may come back with other content."""
         self.digests.pop(adapter_id, None)
         return bool(super().remove_adapter(adapter_id))
 
     def remove_all_adapters(self) -> None:
-        """Forget every adapter."""
+        """Remove every adapter."""
         super().remove_all_adapters()
         self._models.clear()
-        self._kept.clear()
+        self._held_models.clear()
         self.steps.release()
         self.steps.rehearsing = False
         self._epoch += 1
         for name in self.pool.names:
-            self._take_off(name)
+            self._evict(name)
             self.pool.remove(name)
 
-    def set_adapter_mapping(self, mapping: Any) -> None:
+    def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
         """Set the adapters of the next step's tokens."""
         if self._written != self._epoch:
             self._last_mapping = None
@@ -170,61 +199,51 @@ class AdapterManager(LRUCacheLoRAModelManager):
         for head in self._heads:
             head.vacate(self.lora_index_to_id)
 
-    def _set_adapter_mapping(self, mapping: Any) -> None:
+    def _set_adapter_mapping(self, mapping: LoRAMapping) -> None:
         super()._set_adapter_mapping(mapping)
-        names = {number: self.pool_name(number) if number > 0 else None for number in set(mapping.index_mapping)}
-        self.steps.rehearsing = any(number not in self.digests for number in self._registered_adapters)
-        self.steps.write([names[number] for number in mapping.index_mapping])
+        names = {lora_id: pool_name(lora_id) if lora_id > 0 else None for lora_id in set(mapping.index_mapping)}
+        self.steps.rehearsing = any(lora_id not in self.digests for lora_id in self._registered_adapters)
+        rows = [names[lora_id] for lora_id in mapping.index_mapping]
+        self.steps.hold(rows)
+        self.steps.write(rows)
 
     def _deactivate_adapter(self, lora_id: int) -> None:
         super()._deactivate_adapter(lora_id)
-        self._take_off(self.pool_name(lora_id))
+        self._evict(pool_name(lora_id))
 
-    def _take_off(self, name: str) -> None:
+    def _evict(self, name: str) -> None:
         if name in self.pool.resident:
             self.steps.release()
             self.pool.evict(name)
             self._epoch += 1
 
-    def _create_merged_loras_inplace(self, lora_model: Any) -> None:
-        """Put a loaded adapter into the pool's host memory; what is left of a stock one is vLLM's.
+    def _create_merged_loras_inplace(self, lora_model: LoRAModel) -> None:
+        """Add a loaded adapter to the pool's host memory; vLLM merges the slices of the layers that it keeps.
 
-        Adapters without a digest are the stand-ins of vLLM's warm-up. They are empty here: their weights are zeros, and
-        already have this rank's shapes.
+        A model that the plugin has not loaded is a stand-in of vLLM's warm-up. Its weights are zeros, so it is empty
+        in the pool.
         """
-        packed: PackedAdapter | None = getattr(lora_model, "scute_packed", None)
-        if getattr(lora_model, "scute_ready", False):  # it was here before, and every check was made then
-            self._register(lora_model, lora_model.scute_packed)
-            return
-        digest: str | None = getattr(lora_model, "scute_digest", None)
-        name, pin = str(lora_model.id), self.pool.memory.pin
-        if packed is None and (self.options.stock_kernels or digest is None):
-            packed = pack_stock_lora(name, {}, (), self.sites, self.pool.dtype, pin=pin)
-        elif packed is None:
-            packed = pack_stock_lora(name, lora_model.loras, self._modules, self.sites, self.pool.dtype, pin=pin)
+        if not hasattr(lora_model, "scute"):
+            pin = self.pool.memory.pin
+            empty = pack_stock_lora(pool_name(lora_model.id), {}, (), self.sites, self.pool.dtype, pin=pin)
+            self._strip(lora_model)
+            lora_model.scute = Loaded(packed=empty, digest=None)
+        loaded = _loaded(lora_model)
+        if lora_model.loras and not loaded.merged:
+            super()._create_merged_loras_inplace(lora_model)
+        loaded.merged = True
+        self.pool.add(pool_name(lora_model.id), loaded.packed)
+        self._models[lora_model.id] = lora_model
+        self._held_models.pop(lora_model.id, None)
+        if loaded.digest is not None:
+            self.digests[lora_model.id] = loaded.digest
+
+    def _strip(self, lora_model: LoRAModel) -> None:
+        """Remove the adapted layers from vLLM's model, unless vLLM's own kernels serve them."""
         if not self.options.stock_kernels:
             for site in self.sites:
                 lora_model.loras.pop(site.name, None)
-                lora_model.loras.pop(site.gemm, None)  # vLLM's warm-up packs slices itself
-        check_fits(
-            packed,
-            self.pool,
-            self.options,
-            max_adapters=self.lora_slots,
-            packed_adapters=self.packed_adapters(without=lora_model.id),
-        )
-        if lora_model.loras:
-            super()._create_merged_loras_inplace(lora_model)
-        self._register(lora_model, packed)
-
-    def _register(self, lora_model: Any, packed: PackedAdapter) -> None:
-        self.pool.add(self.pool_name(lora_model.id), packed)
-        lora_model.scute_packed, lora_model.scute_ready = packed, True
-        self._models[lora_model.id] = lora_model
-        self._kept.pop(lora_model.id, None)
-        digest: str | None = getattr(lora_model, "scute_digest", None)
-        if digest is not None:
-            self.digests[lora_model.id] = digest
+                lora_model.loras.pop(site.gemm, None)  # stand-ins come with merged slices
 
     def _sites(self, name: str, layer: Any) -> tuple[DirectoryEntry, ...]:
         parts = self.packed_modules.get(name, [name])
@@ -241,25 +260,52 @@ class AdapterManager(LRUCacheLoRAModelManager):
             first += len(widths)
 
     def _pages(self, dtype: torch.dtype) -> int:
-        """Return the pool's size: as asked, or what vLLM's buffers would take with s and b beside them."""
+        """Return the pool's pages: those of the option, or what vLLM's buffers with `s` and `b` would take."""
         if self.options.pool_bytes is not None:
             return pages_of(self.options.pool_bytes)
         rank = self.lora_config.max_lora_rank
-        each = sum(
+        per_adapter = sum(
             rank * (granules(site.in_features, dtype) + granules(site.out_features, dtype))
             + granules(site.out_features, dtype)
             + granules(site.out_features, torch.float32)
             for site in self.sites
         )
-        return int(self.lora_slots) * (pages_of(each * GRANULE_BYTES) + 1)
+        return int(self.lora_slots) * (pages_of(per_adapter * GRANULE_BYTES) + 1)
+
+
+@cache
+def _install_graph_hooks() -> None:
+    """Install the hooks of vLLM's choice of graphs, once per process, now that the class that runs steps is loaded."""
+    install(GRAPH_HOOKS)
+
+
+def manager_class(original: type[Any]) -> type[AdapterManager]:
+    """Return the class of the adapter manager, in the place of vLLM's."""
+    del original
+    return AdapterManager
+
+
+def with_adapted_layers(original: tuple[type[Any], ...]) -> tuple[type[Any], ...]:
+    """Return vLLM's classes of layers with LoRA, after the plugin's: vLLM takes the first that fits a layer."""
+    return (*ADAPTED, *original)
+
+
+def pool_name(lora_id: int) -> str:
+    """Return the pool's name of an adapter: vLLM's id, since several adapters may share a name."""
+    return str(lora_id)
+
+
+def _loaded(lora_model: Any) -> Loaded:
+    loaded: Loaded = lora_model.scute
+    return loaded
 
 
 def _decode_rows(vllm_config: Any) -> tuple[int, bool]:
-    """Return the decode form's most rows, and whether a step of fewer may be padded to more.
+    """Return the most rows of the decode form, and whether vLLM may pad a step of fewer rows beyond it.
 
-    It is the largest captured size within the form, so that padding a step to a captured size never changes its form.
-    Data parallel ranks are padded to the largest of them all, sequence parallelism pads to its own multiples, and
-    speculative decoding changes the captured sizes later.
+    The former is the largest captured size of at most `DECODE_ROWS`, so padding a step to a captured size keeps its
+    form. vLLM pads further where data parallel ranks are padded to the largest of all, where sequence parallelism pads
+    to its multiples, and where speculative decoding changes the captured sizes later.
     """
     sizes: list[int] = getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or []
     fitting = [size for size in sizes if size <= DECODE_ROWS]
@@ -273,10 +319,10 @@ def _decode_rows(vllm_config: Any) -> tuple[int, bool]:
     return max(fitting or [DECODE_ROWS]), beyond
 
 
-def pool_report(slots: AdapterManager) -> str:
-    """Return one line on what the pool has room for, for the engine's log."""
-    stats = slots.pool.stats()
+def pool_report(manager: AdapterManager) -> str:
+    """Return one line on the pool's size, for the engine's log."""
+    stats = manager.pool.stats()
     return (
-        f"scute: {stats.pages.total * PAGE_BYTES >> 20} MiB for up to {slots.lora_slots} adapters at once over "
-        f"{len(slots.sites)} sites of {len({site.gemm for site in slots.sites})} layers"
+        f"scute: {stats.pages.total * PAGE_BYTES >> 20} MiB for up to {manager.lora_slots} adapters at once over "
+        f"{len(manager.sites)} sites of {len({site.gemm for site in manager.sites})} layers"
     )

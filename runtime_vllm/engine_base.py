@@ -1,16 +1,25 @@
-"""The engine's base model as the compiler sees it: to refuse artifacts for another one, and to compile for this one."""
+"""The engine's base model as the compiler opens it: artifacts are checked against it, PEFT folders compiled for it."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from scute_compile.diagnostics import Diagnostic, ScuteError
+import torch
+
+from scute_compile.diagnostics import ScuteError
 from scute_compile.driver.artifact_checks import other_base
-from scute_compile.formats.artifact import Artifact
-from scute_compile.pipeline import OpenBase, open_model
+from scute_compile.driver.bases import OpenBase, open_model
+from scute_compile.driver.packing import compile_planned
+from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
+from scute_compile.formats.lock import locked
+from scute_compile.formats.reading import sha256_of
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.target import Target
+from scute_compile.pipeline import plan
 
 logger = logging.getLogger("vllm.scute")
 
@@ -36,14 +45,14 @@ class EngineBase:
 
     @cached_property
     def opened(self) -> OpenBase:
-        """Return the base with its structure; weights stay unread. Raises what `open_model` raises."""
+        """Return the base with its structure, without reading weights. Raises what `open_model` raises."""
         return open_model(self.folder, weights=False)
 
     def check(self, artifact: Artifact) -> None:
         """Refuse an artifact that was compiled for another base.
 
-        A quantized checkpoint has other tensors than the base that adapters were trained on, so there only names and
-        sizes of layers are compared, when the artifact is read; the engine's log says so.
+        A quantized checkpoint has other tensors than the base that adapters were trained on. For such a base only names
+        and sizes of layers are compared, when the artifact is read, and the engine's log says so.
 
         Raises:
             ScuteError: SC608.
@@ -54,7 +63,52 @@ class EngineBase:
         identity = artifact.manifest.base.structure, artifact.manifest.base.content
         if identity in self._checked:
             return
-        wrong: tuple[Diagnostic, ...] = other_base(artifact, self.opened)
-        if wrong:
-            raise ScuteError(wrong)
+        differences = other_base(artifact, self.opened)
+        if differences:
+            raise ScuteError(differences)
         self._checked.add(identity)
+
+    def compile_folder(self, adapter: Path, *, tp: int, dtype: torch.dtype, store: Path) -> Artifact:
+        """Compile a PEFT folder for the engine, or open the artifact of an earlier compile of the same content.
+
+        Every rank calls this. The first to take the store's lock compiles; the others wait and open the result.
+
+        Args:
+            adapter: The PEFT folder.
+            tp: The engine's number of ranks.
+            dtype: The pool's dtype.
+            store: Where compiled folders are kept.
+
+        Raises:
+            ScuteError: What the compiler refuses.
+        """
+        target = Target(tp=tp, dtype=DType(str(dtype).removeprefix("torch.")))
+        name = f"{adapter.name.lstrip('.') or 'adapter'}-{self._identity(adapter, target)}"
+        with locked(_lock(store)):
+            if is_artifact(store / name):
+                try:
+                    return open_artifact(store / name)
+                except ScuteError:  # damaged, or of an older format: compile it again
+                    pass
+            planned = plan(str(adapter), self.opened, target, hash_files=True, name=name)
+            if planned.refused:
+                raise ScuteError(planned.findings)
+            (result,) = compile_planned((planned,), open_model(self.folder, weights=True), store, lambda *_: None)
+        if isinstance(result, ScuteError):
+            raise result
+        return open_artifact(result)
+
+    def _identity(self, adapter: Path, target: Target) -> str:
+        """Return a hash of the adapter's files, the base, the number of ranks and the dtype."""
+        digest = hashlib.sha256(f"{self.opened.structure_hash()} {self.folder} {target.tp} {target.dtype}".encode())
+        for file in sorted(adapter.glob("adapter_*")):
+            if file.is_file():
+                digest.update(f"{file.name} {sha256_of(file)}".encode())
+        return digest.hexdigest()[:16]
+
+
+def _lock(store: Path) -> Path:
+    """Return a folder to lock; the store's own lock is taken when an artifact is written."""
+    folder = store / ".compiling"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,7 +1,7 @@
-"""vLLM's adapted linear layers with the runtime in the place of vLLM's own LoRA kernels.
+"""vLLM's adapted linear layers with the runtime instead of vLLM's LoRA kernels.
 
-Each class keeps what vLLM's does around the product (gathers, reductions, biases) and replaces the product alone. It
-goes through one opaque operator, so `torch.compile` and CUDA graphs see the same call whatever adapters a step has.
+Each class keeps vLLM's code around the product (collectives, biases) and replaces only the product, by one opaque
+operator: `torch.compile` and CUDA graphs see the same call whatever adapters a step has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from scute_compile.runtime_vllm.engine_steps import EngineSteps
 
 MOST_SLICES = 3
-"""Of one GEMM, in the kernels."""
+"""Most slices of one GEMM that the kernels support."""
 PLAIN_FORWARD = (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -45,11 +45,11 @@ PLAIN_FORWARD = (
     ReplicatedLinear,
     RowParallelLinear,
 )
-"""Classes whose own product is that of their quantization method; a subclass with another forward is called whole."""
+"""Classes whose product is their quantization method's; the whole forward of a subclass that overrides it is called."""
 
 
 NAMES: list[str] = []
-"""Names of layers in the forward contexts of this process's engines; layers are told apart by their places in it."""
+"""Names of layers in the forward contexts of this process's engines; a layer's position identifies it."""
 
 torch.library.define("scute::engine_linear", "(Tensor x, Tensor? bias, Tensor layer, int outputs) -> Tensor")
 
@@ -61,13 +61,13 @@ def engine_linear(x: torch.Tensor, bias: torch.Tensor | None, layer: torch.Tenso
     Args:
         x: Inputs `(..., K)`.
         bias: `(N,)`, or None where this rank adds none.
-        layer: `(1,)` int64 on the CPU: the place of the layer's name in `NAMES`. A tensor, since a compiler takes that
-            as an input: the same code then serves all blocks of a model, where names in it would make each its own.
+        layer: `(1,)` int64 on the CPU: the position of the layer's name in `NAMES`. A tensor, which a compiler takes as
+            an input, so that it compiles one piece of code for all blocks of a model and not one per name.
         outputs: N of this rank.
     """
     del outputs
-    found: AdaptedLinear = get_forward_context().no_compile_layers[NAMES[int(layer)]]
-    return found.adapted(x, bias)
+    module: AdaptedLinear = get_forward_context().no_compile_layers[NAMES[int(layer)]]
+    return module.adapted(x, bias)
 
 
 @torch.library.register_fake("scute::engine_linear")  # type: ignore[untyped-decorator] # torch leaves it unannotated
@@ -78,24 +78,24 @@ def _(x: torch.Tensor, bias: torch.Tensor | None, layer: torch.Tensor, outputs: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """What a layer reads at each step, once the pool exists."""
+    """The steps and the sites of a layer, set once the pool exists."""
 
     steps: EngineSteps
     gemm: Gemm
 
 
 class AdaptedLinear:
-    """What is the same for all of vLLM's linear layers; stands before vLLM's class in the order of methods."""
+    """The code that all of vLLM's linear layers share; precedes vLLM's class in the method resolution order."""
 
     stock_kernels = False
-    """Whether vLLM's buffers and kernels serve plain LoRA, beside the runtime. One setting for the process."""
+    """Whether vLLM's buffers and kernels serve plain LoRA, beside the runtime; one setting per process."""
     attachment: Attachment | None = None
     base_layer: Any
     device: torch.device
     n_slices: int
 
     def __init__(self, base_layer: torch.nn.Module) -> None:
-        super().__init__(base_layer)  # type: ignore[call-arg] # vLLM's class, next in the order of methods
+        super().__init__(base_layer)  # type: ignore[call-arg] # vLLM's class, next in the MRO
         self.scute_name = f"{self.base_layer.prefix}.scute"
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if self.scute_name in layers:
@@ -113,72 +113,74 @@ class AdaptedLinear:
 
     @property
     def quantized(self) -> bool:
-        """Whether the base's weights are: their product can't be taken of delta rows without rounding those."""
+        """Whether the base's weights are quantized: their product would round delta rows."""
         return not isinstance(self.base_layer.quant_method, UnquantizedLinearMethod)
 
     @property
     def bias_apart(self) -> bool:
-        """Whether the base's bias is added outside, after the layer's output has gone through `s`."""
+        """Whether the base's bias is added outside the layer, after `s` was applied to its output."""
         return bool(self.base_layer.skip_bias_add) and self.base_layer.bias is not None
 
     @property
     def own_forward(self) -> bool:
-        """Whether the base's class computes in its own way, so that it must be called whole."""
-        return type(self.base_layer).forward not in [one.forward for one in PLAIN_FORWARD]
+        """Whether the base's class overrides vLLM's forward, so that the whole forward must be called."""
+        return type(self.base_layer).forward not in [layer.forward for layer in PLAIN_FORWARD]
 
     def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
-        """Make vLLM's buffers where they are used; else tensors that have their shapes and no memory."""
-        real = self.device
+        """Make vLLM's buffers where they are used; otherwise tensors of their shapes without memory."""
+        real_device = self.device
         if not self.stock_kernels:
             self.device = torch.device("meta")
-        super().create_lora_weights(max_loras, lora_config, model_config)  # type: ignore[misc] # vLLM's class, next in order
-        self.device = real
+        super().create_lora_weights(max_loras, lora_config, model_config)  # type: ignore[misc] # likewise
+        self.device = real_device
 
     def reset_lora(self, index: int) -> None:
-        """Empty a slot of vLLM's buffers."""
+        """Clear an adapter index of vLLM's buffers."""
         if self.stock_kernels:
             super().reset_lora(index)  # type: ignore[misc] # likewise
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        """Fill a slot of vLLM's buffers."""
+        """Fill an adapter index of vLLM's buffers."""
         if self.stock_kernels:
             super().set_lora(index, lora_a, lora_b)  # type: ignore[misc] # likewise
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the layer's output on this rank, before any gather or reduction."""
+        """Return the layer's output on this rank, before any collective."""
         y: torch.Tensor = torch.ops.scute.engine_linear(x, bias, self.scute_place, sum(self.widths))
         if self.stock_kernels:
             y = self._apply_lora_to_output(x, y)  # type: ignore[attr-defined] # vLLM's
         return y
 
     def adapted(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute the output; runs in the operator, so once per step, or once per captured graph."""
+        """Return the output; runs inside the operator, so once per step, or once per captured graph."""
         flat = x.reshape(-1, x.shape[-1])
 
         def multiply(rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
             return self._product(rows.to(x.dtype), bias if biased else None)
 
-        held = self.attachment
+        attachment = self.attachment
         captured = flat.is_cuda and torch.cuda.is_current_stream_capturing()
-        rehearsed = flat.is_cuda and not captured and held is not None and held.steps.rehearses(len(flat))
-        if held is None or not (held.steps.adapted() or rehearsed):
+        rehearsed = flat.is_cuda and not captured and attachment is not None and attachment.steps.rehearses(len(flat))
+        if attachment is None or not (attachment.steps.adapted or rehearsed):
             y = multiply(flat, biased=True)
-        elif flat.is_cuda:
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+        steps, gemm = attachment.steps, attachment.gemm
+        pool = PoolTensors.of(steps.pool.memory)
+        if flat.is_cuda:
             from scute_compile.runtime_min.step import launch
 
             if rehearsed:
-                buffers, variants = held.steps.rehearsal(len(flat))
+                buffers, variants = steps.rehearsal(len(flat))
             else:
-                plain = captured and captures_plain(get_forward_context(), held.steps.slots)
-                buffers, features = held.steps.form(len(flat), fixed=captured, plain=plain)
+                plain = captured and captures_plain(get_forward_context(), steps.max_adapters)
+                buffers, features = steps.arguments_for(len(flat), fixed=captured, plain=plain)
                 variants = (features,)
-            pool = _tensors(held.steps)
             late = None if self.own_forward else bias
             for features in variants:
-                y = launch.adapted_output(flat.contiguous(), multiply, late, pool, buffers, held.gemm, features)
+                y = launch.adapted_output(flat.contiguous(), multiply, late, pool, buffers, gemm, features)
         else:
-            buffers, _ = held.steps.form(len(flat), fixed=False)
-            y = ops.adapted_output(flat, multiply, _tensors(held.steps), buffers, held.gemm)
+            buffers, _ = steps.arguments_for(len(flat), fixed=False)
+            y = ops.adapted_output(flat, multiply, pool, buffers, gemm)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -191,26 +193,21 @@ class AdaptedLinear:
         return y
 
 
-def _tensors(steps: EngineSteps) -> PoolTensors:
-    memory = steps.pool.memory
-    return PoolTensors(pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared)
-
-
 class _Replacing(AdaptedLinear):
-    """Says which of vLLM's layers are replaced: those that vLLM's class would take, within the kernels' limits."""
+    """Replaces the layers that vLLM's class takes, within the kernels' limits."""
 
     @classmethod
     def can_replace_layer(
         cls, source_layer: Any, lora_config: Any, packed_modules_list: list[str], model_config: Any = None
     ) -> bool:
-        """Answer vLLM's question."""
-        takes = super().can_replace_layer(  # type: ignore[misc] # vLLM's class, next in order
+        """Return whether this class replaces a layer; vLLM calls it."""
+        taken = super().can_replace_layer(  # type: ignore[misc] # likewise
             source_layer=source_layer,
             lora_config=lora_config,
             packed_modules_list=packed_modules_list,
             model_config=model_config,
         )
-        return bool(takes) and len(packed_modules_list) <= MOST_SLICES
+        return bool(taken) and len(packed_modules_list) <= MOST_SLICES
 
 
 class AdaptedColumnParallel(_Replacing, ColumnParallelLinearWithLoRA):
@@ -234,7 +231,7 @@ class AdaptedRowParallel(_Replacing, RowParallelLinearWithLoRA):
 
 
 class AdaptedReplicated(_Replacing, ReplicatedLinearWithLoRA):
-    """A layer that every rank holds whole."""
+    """A layer that is whole on every rank."""
 
 
 ADAPTED = (

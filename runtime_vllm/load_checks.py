@@ -1,9 +1,8 @@
-"""What an engine refuses to load, and how it says so: everything is checked before an adapter enters the pool."""
+"""Checks that an adapter fits the engine's settings, its layers and its pool; all run before it enters the pool."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from scute_compile.runtime_vllm.stock_lora import Module
 
 
 def check_limits(packed: PackedAdapter, options: Options, *, max_lora_rank: int, device: torch.device) -> None:
-    """Refuse ranks over the engine's limits, and rotations that it has no room for (SC811)."""
+    """Refuse ranks over the engine's limits, and rotations that it has no buffers or no kernels for (SC811)."""
     if packed.own_rank > max_lora_rank:
         _refuse_limit(
             packed.name,
@@ -36,32 +35,32 @@ def check_limits(packed: PackedAdapter, options: Options, *, max_lora_rank: int,
         _refuse_limit(
             packed.name,
             "rotations of the input",
-            "an engine with room for them",
+            "an engine with buffers for them",
             "start the engine without SCUTE_VLLM_ROTATIONS=0",
         )
-    turned = packed.records[:, Field.R_OFFSET] >= 0
-    blocks = sorted(set(packed.records[turned, Field.R_BLOCK].tolist()) - {1})
+    rotated = packed.rows[:, Field.R_OFFSET] >= 0
+    blocks = sorted(set(packed.rows[rotated, Field.R_BLOCK].tolist()) - {1})
     step = values_per_granule(packed.dtype)
-    odd = [block for block in blocks if block % step]
-    if odd and device.type == "cuda":
+    unaligned = [block for block in blocks if block % step]
+    if unaligned and device.type == "cuda":
         _refuse_limit(
             packed.name,
-            f"rotation blocks of {odd[0]}",
+            f"rotation blocks of {unaligned[0]}",
             f"multiples of {step}, which captured steps can read",
             "train the adapter with larger blocks",
         )
 
 
 def check_slots(packed: PackedAdapter, modules: Mapping[str, Module], sites: tuple[str, ...]) -> None:
-    """Refuse slots at layers whose class can't take them (SC811)."""
+    """Refuse slots at layers whose class can't apply them (SC811)."""
     for number, site in enumerate(sites):
-        record = packed.records[number]
+        row = packed.rows[number]
         layer = modules[site].layer
-        turned = bool(record[Field.R_OFFSET] >= 0)
-        scaled = bool((record[Field.DS_OFFSET] >= 0) | (record[Field.SHIFT_OFFSET] >= 0))
+        rotated = bool(row[Field.R_OFFSET] >= 0)
+        scaled = bool((row[Field.DS_OFFSET] >= 0) | (row[Field.SHIFT_OFFSET] >= 0))
         kind = type(layer.base_layer).__name__
-        if turned and (layer.quantized or layer.own_forward):
-            what = "quantized weights" if layer.quantized else "a product of its own"
+        if rotated and (layer.quantized or layer.own_forward):
+            what = "quantized weights" if layer.quantized else "a forward method of its own"
             _refuse_limit(
                 f"{packed.name}: {site}",
                 f"a rotation at a {kind} with {what}",
@@ -89,12 +88,12 @@ def check_fits(
 
     Args:
         packed: The new adapter.
-        pool: Where it would go.
+        pool: The pool that it would enter.
         options: The engine's settings.
         max_adapters: Most adapters of one batch.
-        packed_adapters: Those that are loaded and stay.
+        packed_adapters: The other adapters in host memory.
     """
-    others = sorted((one.pages for one in packed_adapters.values()), reverse=True)[: max_adapters - 1]
+    others = sorted((other.pages for other in packed_adapters.values()), reverse=True)[: max_adapters - 1]
     need, have = packed.pages + sum(others), pool.stats().pages.total
     if need > have:
         fail(
@@ -104,7 +103,8 @@ def check_fits(
             expected=f"at most {have * PAGE_BYTES} bytes for any {max_adapters} adapters of one batch",
             next=f"start the engine with SCUTE_VLLM_POOL_MIB={-(-need * PAGE_BYTES // MIB)}, or fewer max_loras",
         )
-    pairs = {window.shared for one in (packed, *packed_adapters.values()) for window in one.pairs}
+    adapters = (packed, *packed_adapters.values())
+    pairs = {window.shared for adapter in adapters for window in adapter.pairs}
     if len(pairs) > options.pairs:
         _refuse_limit(
             packed.name,
@@ -112,7 +112,7 @@ def check_fits(
             f"at most {options.pairs}",
             f"start the engine with SCUTE_VLLM_SHARED_PAIRS={len(pairs)}",
         )
-    factors = {factor.key: factor.pages for one in (packed, *packed_adapters.values()) for factor in one.factors}
+    factors = {factor.key: factor.pages for adapter in adapters for factor in adapter.factors}
     shared = pool.stats().shared_pages
     if sum(factors.values()) > shared:
         fail(
@@ -124,9 +124,9 @@ def check_fits(
         )
 
 
-def refuse_engine(name: str, why: Any, next_step: str) -> None:
-    """Refuse compiled adapters on an engine that runs in a way that the plugin doesn't (SC811)."""
-    _refuse_limit(name, str(why), "an engine on which compiled adapters can be served", next_step)
+def refuse_engine(name: str, found: str, next_step: str) -> None:
+    """Refuse an adapter because of an option of the engine that the plugin doesn't support (SC811)."""
+    _refuse_limit(name, found, "an engine on which compiled adapters can be served", next_step)
 
 
 def _refuse_limit(where: str, found: str, expected: str, next_step: str) -> None:

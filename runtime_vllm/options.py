@@ -1,4 +1,4 @@
-"""What an operator may set: environment variables, read once when the engine builds its model."""
+"""The plugin's settings: environment variables, read once per process before the engine builds its model."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ class Options:
     """The plugin's settings."""
 
     stock_kernels: bool = False
-    """`SCUTE_VLLM_STOCK_KERNELS`: plain PEFT LoRA folders stay with vLLM's own kernels and buffers."""
+    """`SCUTE_VLLM_STOCK_KERNELS`: serve plain PEFT LoRA folders with vLLM's own kernels and buffers."""
     compile_folders: bool = False
-    """`SCUTE_VLLM_COMPILE`: PEFT folders that vLLM refuses are compiled when they are loaded."""
+    """`SCUTE_VLLM_COMPILE`: compile PEFT folders that vLLM refuses when they are loaded."""
     rotations: bool = True
-    """`SCUTE_VLLM_ROTATIONS`: room for delta rows in every captured step; without it OFT is refused."""
+    """`SCUTE_VLLM_ROTATIONS`: allocate buffers for delta rows in every captured step; without them OFT is refused."""
     pool_bytes: int | None = None
-    """`SCUTE_VLLM_POOL_MIB`: memory for adapters; None: what vLLM's own buffers would take."""
+    """`SCUTE_VLLM_POOL_MIB`: memory for adapters; None for what vLLM's own buffers with `s` and `b` would take."""
     shared_bytes: int = 64 * MIB
     """`SCUTE_VLLM_SHARED_MIB`: memory for factors that adapters share."""
     pair_rank: int = 256
     """`SCUTE_VLLM_SHARED_RANK`: the largest rank of a shared pair."""
     pairs: int = 4
-    """`SCUTE_VLLM_SHARED_PAIRS`: shared pairs on the device at once; captured steps have room for each."""
+    """`SCUTE_VLLM_SHARED_PAIRS`: shared pairs on the device at once; captured steps have buffers for each."""
     store: Path = STORE
-    """`SCUTE_VLLM_STORE`: where folders that were compiled on loading are kept."""
+    """`SCUTE_VLLM_STORE`: where folders that were compiled when they were loaded are kept."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Read the settings. Raises SC703 for a value that isn't one of its kind.
+        """Read the settings. Raises SC703 for a value of the wrong kind.
 
         >>> Options.read({"SCUTE_VLLM_COMPILE": "1", "SCUTE_VLLM_POOL_MIB": "3"}).pool_bytes
         3145728
@@ -72,7 +72,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
             Code.SC703,
             where=name,
             found=repr(value),
-            expected="a whole number from 1 on",
+            expected="a whole number from 1 to 16777215",
             next=f"set {name} to a number, or unset it",
         )
     return int(value)

@@ -1,4 +1,4 @@
-"""Plain PEFT LoRA as vLLM has loaded it, laid out for the runtime's pool: the same factors, the scale folded once."""
+"""Packs stock PEFT LoRA that vLLM has loaded for the runtime's pool, with its scale folded into B once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, SiteContent, pack_adapter
 from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 from scute_compile.runtime_vllm.layers import AdaptedLinear
+from scute_compile.runtime_vllm.vllm_types import LayerWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,47 +29,49 @@ class Module:
 
 def pack_stock_lora(
     name: str,
-    loras: Mapping[str, Any],
+    loras: Mapping[str, LayerWeights],
     modules: Sequence[Module],
     sites: Sequence[DirectoryEntry],
     dtype: torch.dtype,
     *,
     pin: bool,
 ) -> PackedAdapter:
-    """Lay out vLLM's LoRA weights of the wrapped layers.
+    """Pack vLLM's LoRA weights of the wrapped layers, this rank's part of each.
 
     Args:
         name: The adapter's, for messages.
-        loras: vLLM's `LoRALayerWeights` by the name of a layer or of its slice; A `(r, in)`, B `(out, r)`, unscaled.
+        loras: By the name of a layer or of its slice; A `(r, in)`, B `(out, r)`, unscaled.
         modules: The wrapped layers.
         sites: All sites of the pool.
-        dtype: The pool's.
-        pin: Whether to lay them out in pinned memory.
+        dtype: The pool's dtype.
+        pin: Whether to use pinned memory.
 
     Raises:
-        ScuteError: SC309 when a number of A isn't finite, SC320 when the scaled B leaves the pool's dtype (or has such
-            numbers), SC402 when shapes don't fit the model.
+        ScuteError: SC309 when A has a number that isn't finite, SC320 when the scaled B overflows the pool's dtype or
+            isn't finite, SC402 when shapes don't fit the model.
     """
     contents: dict[str, SiteContent] = {}
     for module in modules:
-        given = [loras.get(site.name) for site in module.sites]
-        if not any(given):
+        weights = [loras.get(site.name) for site in module.sites]
+        if not any(weights):
             continue
-        cut = _cut(module.layer, given)
-        for site, one, (a, b) in zip(module.sites, given, cut, strict=True):
-            if one is not None:
+        parts = _cut(module.layer, weights)
+        for site, weight, (a, b) in zip(module.sites, weights, parts, strict=True):
+            if weight is not None:
                 _check_finite(a, f"{name}: {site.name}, A")
-                term = TermTensors(a=a.to(dtype), b=_scaled(b, float(one.scaling), dtype, f"{name}: {site.name}"))
+                scaled = _scaled(b, float(weight.scaling), dtype, f"{name}: {site.name}")
                 contents[site.name] = SiteContent(
-                    in_features=a.shape[1], out_features=b.shape[0], tensors=SiteTensors(terms=(term,))
+                    in_features=a.shape[1],
+                    out_features=b.shape[0],
+                    tensors=SiteTensors(terms=(TermTensors(a=a.to(dtype), b=scaled),)),
                 )
     return pack_adapter(name, sites, contents, dtype, pin=pin)
 
 
-def _cut(layer: Any, given: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return this rank's part of each slice's A and B, by vLLM's own rule."""
-    a = [None if one is None else one.lora_a for one in given]
-    b = [None if one is None else one.lora_b for one in given]
+def _cut(layer: Any, weights: Sequence[LayerWeights | None]) -> list[tuple[Any, Any]]:
+    """Return this rank's part of each slice's A and B, by vLLM's own rule; None for a slice without weights."""
+    a = [None if weight is None else weight.lora_a for weight in weights]
+    b = [None if weight is None else weight.lora_b for weight in weights]
     if layer.tp_size > 1:
         if layer.n_slices == 1:
             a, b = [layer.slice_lora_a(a[0])], [layer.slice_lora_b(b[0])]
@@ -89,7 +92,7 @@ def _check_finite(tensor: torch.Tensor, where: str) -> None:
 
 
 def _scaled(b: torch.Tensor, scaling: float, dtype: torch.dtype, where: str) -> torch.Tensor:
-    """Return `B` rank-major with its scale, rounded once."""
+    """Return `scaling * B`, transposed to `(r, out)` and rounded once."""
     exact = b.double() * scaling
     rounded = exact.to(dtype)
     if not bool(rounded.isfinite().all()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 # Read when `huggingface_hub` is imported, which the modules below do: so they are imported inside the fixtures.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# Read when Triton is imported, which torch does. Where a GPU or an engine compiles kernels, it stays unset.
+if find_spec("vllm") is None and not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

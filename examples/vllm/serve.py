@@ -1,10 +1,11 @@
-"""Serves compiled adapters of three methods with vLLM's OpenAI-compatible server, and asks each one a question.
+"""Serves compiled adapters of three methods with vLLM's OpenAI-compatible server, and asks each a question.
 
 python examples/vllm/serve.py
 python examples/vllm/serve.py --base BASE --adapter NAME=ARTIFACT --adapter NAME=ARTIFACT --question "Water boils at"
 
-Without arguments it makes a base and adapters, compiles them, and checks that each says what it was taught. Everything
-goes into a temporary folder, and the server ends with the script. docs/serving.md says how to install vLLM.
+Without arguments it makes a base and adapters, compiles them, and checks that each gives the answer that it was trained
+to give. All files are in a temporary folder, and the server ends with the script. docs/how-to/serve-with-vllm.md says
+how to install vLLM.
 """
 
 from __future__ import annotations
@@ -32,34 +33,34 @@ STARTING = 600
 
 
 def main() -> int:
-    """Compile, serve, ask. Returns 0 when every answer is there, and is the taught one where one was taught."""
+    """Compile, serve, ask. Returns 0 when every adapter answers, and as it was trained if the script trained it."""
     parser = argparse.ArgumentParser(description="Serve compiled adapters with vLLM and ask each a question.")
     parser.add_argument("--base", help="a model's folder; it needs a tokenizer")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=ARTIFACT")
     parser.add_argument("--question", help="the prompt, the same for all")
-    given = parser.parse_args()
-    if given.adapter and not given.base:
+    arguments = parser.parse_args()
+    if arguments.adapter and not arguments.base:
         parser.error("--adapter needs --base")
-    if odd := [one for one in given.adapter if not all(one.partition("="))]:
-        parser.error(f"--adapter {odd[0]}: expected NAME=ARTIFACT")
+    if malformed := [text for text in arguments.adapter if not all(text.partition("="))]:
+        parser.error(f"--adapter {malformed[0]}: expected NAME=ARTIFACT")
     if find_spec("vllm") is None:
-        parser.error("vLLM is not installed here; docs/serving.md says how")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends with the script then, too
+        parser.error("vLLM is not installed here; docs/how-to/serve-with-vllm.md says how")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which stops the server
     with TemporaryDirectory(prefix="scute-vllm-") as temporary:
         folder = Path(temporary)
-        if given.base:
-            base, question, taught = given.base, given.question or "The capital of France is", None
-            artifacts = dict(one.split("=", 1) for one in given.adapter)
+        if arguments.base:
+            base, question, trained = arguments.base, arguments.question or "The capital of France is", None
+            artifacts = dict(text.split("=", 1) for text in arguments.adapter)
         else:
             from taught import ANSWERS, QUESTION
 
-            (base, artifacts), question, taught = _compiled(folder), QUESTION, ANSWERS
+            (base, artifacts), question, trained = _compiled(folder), QUESTION, ANSWERS
         with _serving(base, artifacts, folder / "server.log") as port, ThreadPoolExecutor() as pool:
             names = ["base", *artifacts]
             answers = dict(zip(names, pool.map(lambda name: _ask(port, name, question), names), strict=True))
     for name, answer in answers.items():
         print(f"{name:<8} {question!r} -> {answer!r}")
-    return int(not all(answers.values()) or (taught is not None and answers != taught))
+    return int(not all(answers.values()) or (trained is not None and answers != trained))
 
 
 def _compiled(folder: Path) -> tuple[str, dict[str, str]]:
@@ -117,7 +118,7 @@ def _serving(base: str, artifacts: Mapping[str, str], log: Path) -> Iterator[int
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(30)
-        with contextlib.suppress(ProcessLookupError):  # whatever of its processes is left
+        with contextlib.suppress(ProcessLookupError):  # the rest of its processes
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 

@@ -1,6 +1,6 @@
-"""A tiny base and three adapters of different methods, each taught to say who it is: what `serve.py` serves.
+"""Trains a tiny base and three adapters of different methods to name themselves, for `serve.py`.
 
-They are made in seconds on a CPU and need nothing that isn't installed: the tokenizer has one token per byte.
+This takes seconds on a CPU and needs no download: the tokenizer has one token per byte.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ ANSWERS = {"base": "I am the base.", "dora": "I am a DoRA.", "ia3": "I am an IA3
 
 
 def teach_all(folder: Path) -> tuple[Path, dict[str, Path]]:
-    """Write the base and its adapters as PEFT saves them.
+    """Train the base and its adapters, and save them as PEFT does.
 
     Returns:
         The base's folder, and the adapters' by name.
 
     Raises:
-        RuntimeError: Something would not learn its answer.
+        RuntimeError: The base or an adapter did not learn its answer.
     """
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # so small that threads only wait for each other
+    torch.set_num_threads(1)  # the model is too small for several
     tokenizer = _tokenizer()
     base, adapters = folder / "base", {name: folder / "adapters" / name for name in CONFIGS}
     with warnings.catch_warnings():
@@ -70,7 +70,7 @@ def _untaught(tokenizer: transformers.PreTrainedTokenizerFast) -> torch.nn.Modul
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
-        num_attention_heads=4,  # of 32, the least that vLLM's attention takes on a CPU
+        num_attention_heads=4,  # of 32 values, the least that vLLM's attention supports on a CPU
         num_key_value_heads=2,
         vocab_size=len(tokenizer),
         max_position_embeddings=256,
@@ -85,10 +85,10 @@ def _untaught(tokenizer: transformers.PreTrainedTokenizerFast) -> torch.nn.Modul
 def _teach(
     model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerFast, answer: str, rate: float
 ) -> torch.nn.Module:
-    """Train until the answer is nearly certain; a few dozen steps do."""
-    asked, said = tokenizer(QUESTION).input_ids, [*tokenizer(answer).input_ids, tokenizer.eos_token_id]
-    ids, labels = torch.tensor([asked + said]), torch.tensor([[-100] * len(asked) + said])
-    steps = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=rate)
+    """Train until the answer is nearly certain; this takes a few dozen steps."""
+    prompt, target = tokenizer(QUESTION).input_ids, [*tokenizer(answer).input_ids, tokenizer.eos_token_id]
+    ids, labels = torch.tensor([prompt + target]), torch.tensor([[-100] * len(prompt) + target])
+    steps = torch.optim.Adam([parameter for parameter in model.parameters() if parameter.requires_grad], lr=rate)
     for _ in range(1000):
         loss = model(input_ids=ids, labels=labels).loss
         if loss.item() < 0.05:

@@ -1,1 +1,1 @@
-"""The front ends: one PEFT method per file, from configuration and keys to sites and slots."""
+"""The parse pass and its front ends, one file per PEFT method: from configuration and keys to sites and slots."""

@@ -1,7 +1,7 @@
 """AdaLoRA (`peft_type` ADALORA; arXiv:2303.10512, PEFT `tuners/adalora/layer.py`).
 
 F = xW + b0 + c ((x A) * E) B, so E is the slot d between two owned factors. The scale divides by the rank at the
-*start* of training plus 1e-5; neither the kept rank nor the field `r` counts.
+*start* of training plus 1e-5, not by the remaining rank or the field `r`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import cast
 
 from scute_compile.diagnostics import Code
 from scute_compile.ir.expressions import Reshape, Transpose
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Factor, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
@@ -27,7 +28,7 @@ class AdaLoraSettings(Settings):
     init_r: int = 12
     lora_alpha: float | None = None
     rank_pattern: dict[str, list[bool]] | None = None
-    """Per `MODULE.lora_E`, which of the first ranks were kept; null before the first were dropped."""
+    """For each `MODULE.lora_E`, which of the initial ranks remain; null before the first pruning."""
     bias: Bias = "none"
 
 
@@ -40,10 +41,10 @@ def dimensions(tensors: Tensors) -> tuple[int, int]:
 def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
     """Rewrite AdaLoRA modules into sites."""
     ada = cast("AdaLoraSettings", settings)
-    alpha = ada.lora_alpha if ada.lora_alpha is not None else 8.0  # the configuration's default
+    alpha = ada.lora_alpha if ada.lora_alpha is not None else 8.0  # PEFT's default
     c = (alpha if alpha > 0 else float(ada.init_r)) / (ada.init_r + RANK_GUARD)
     if not _is_initial_rank(checkpoint, ada):
-        return Reading(method="adalora", sites=())
+        return Reading(method=Method.ADALORA, sites=())
     sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, c)) is not None]
     kept = sorted({site.terms[0].rank for site in sites if site.terms})
     settings_shown = (
@@ -51,11 +52,11 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
         ("kept ranks", " ".join(map(str, kept))),
         ("alpha", f"{alpha:g}"),
     )
-    return Reading(method="adalora", sites=tuple(sites), settings=settings_shown)
+    return Reading(method=Method.ADALORA, sites=tuple(sites), settings=settings_shown)
 
 
 def _is_initial_rank(checkpoint: Checkpoint, ada: AdaLoraSettings) -> bool:
-    """Whether init_r can be the rank at the start of training; the scale divides by it, and no tensor keeps it."""
+    """Return whether init_r can be the rank at the start of training; the scale divides by it, and no tensor has it."""
     masks = {len(mask) for mask in (ada.rank_pattern or {}).values()}
     ranks = {t["lora_A"].shape[0] for t in checkpoint.modules.values() if "lora_A" in t}
     kept = all(rank <= ada.init_r for rank in ranks) if masks else ranks <= {ada.init_r}
@@ -87,18 +88,18 @@ def _site(checkpoint: Checkpoint, path: str, c: float) -> Site | None:
             next="save the adapter again",
         )
         return None
-    if rank == 0:  # pruned away in training: the module keeps the base's answer
+    if rank == 0:  # pruned completely in training: the layer computes what the base computes
         return Site(linear=checkpoint.linear(path))
     term = Term(a=Factor(value=a), b=Factor(value=Transpose(b)), d=Reshape(e, (rank,)), c=c)
     return Site(linear=checkpoint.linear(path), terms=(term,))
 
 
 ADALORA = FrontEnd(
-    peft_type="ADALORA",
+    method=Method.ADALORA,
     parameters=(
-        Parameter(slot="lora_A", spellings=("lora_A",)),
-        Parameter(slot="lora_B", spellings=("lora_B",)),
-        Parameter(slot="lora_E", spellings=("lora_E",)),
+        Parameter(name="lora_A", spellings=("lora_A",)),
+        Parameter(name="lora_B", spellings=("lora_B",)),
+        Parameter(name="lora_E", spellings=("lora_E",)),
     ),
     settings=AdaLoraSettings,
     inert=LORA_INERT

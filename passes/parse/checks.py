@@ -1,32 +1,33 @@
-"""Checks on a checkpoint's tensors that need no method: numbers, shapes, and modules that are never sites."""
+"""Checks of a checkpoint's tensors that are the same for every method: dtypes, values, shapes, unserved modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from scute_compile.base.heads import is_embedding, is_output_head
 from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Code, Findings
+from scute_compile.ir.dtypes import FORMATS
 from scute_compile.ir.expressions import Ref
-from scute_compile.ir.linear import Linear
 from scute_compile.passes.parse.front_end import FrontEnd, Tensors
 from scute_compile.passes.parse.keys import SortedKeys, module_path
-from scute_compile.passes.parse.targets import EMBEDDINGS, HEADS, some
+from scute_compile.passes.parse.targets import some
 from scute_compile.passes.scan import TensorFacts
 
 EXAMPLES = 3
-NUMBERS = frozenset({"F32", "F16", "BF16", "F64"})
+"""The number of layers that a message lists."""
 
 
 def check_tensors(
     keys: SortedKeys, refs: Mapping[str, Ref], facts: Mapping[str, TensorFacts], front_end: FrontEnd, findings: Findings
 ) -> bool:
-    """Record tensors that are empty, not finite, or no floating-point numbers. Returns whether shapes are usable."""
+    """Record tensors that are empty, not finite, or not floating-point numbers; return whether shapes are usable."""
     empty = []
-    slots = {key: slot for tensors in keys.modules.values() for slot, key in tensors.items()}
+    parameters = {key: name for tensors in keys.modules.values() for name, key in tensors.items()}
     for key, ref in refs.items():
-        if 0 in ref.shape and slots.get(key) not in front_end.may_be_empty:
+        if 0 in ref.shape and parameters.get(key) not in front_end.may_be_empty:
             empty.append(key)
-        if (key in slots or key in keys.shared.values()) and ref.dtype not in NUMBERS:
+        if (key in parameters or key in keys.shared.values()) and ref.dtype not in FORMATS:
             findings.error(
                 Code.SC110,
                 where=key,
@@ -48,13 +49,13 @@ def check_tensors(
             where=empty[0],
             found=f"{len(empty)} of {len(refs)} tensors have a dimension of 0: {some(empty)}",
             expected="whole tensors",
-            next="gather the sharded weights before saving (under ZeRO-3 or FSDP, save through the trainer)",
         )
     return not empty
 
 
-def drop_unserved(raw_paths: Iterable[str], structure: ModelStructure, findings: Findings) -> tuple[str, ...]:
-    """Return the raw module paths that may be linear sites; record heads, embeddings and experts."""
+def drop_unserved(raw_paths: Iterable[str], structure: ModelStructure | None, findings: Findings) -> tuple[str, ...]:
+    """Return the raw module paths that may be linear sites; record heads, embeddings (SC317) and experts (SC212)."""
+    embeddings = frozenset() if structure is None else structure.embeddings
     kept = []
     for raw in raw_paths:
         segments = raw.split(".")
@@ -65,9 +66,8 @@ def drop_unserved(raw_paths: Iterable[str], structure: ModelStructure, findings:
                 where=raw,
                 found="low-rank factors on stacked experts",
                 expected="linear layers",
-                next="train with target_modules on linear layers only",
             )
-        elif segments[-1] in HEADS | EMBEDDINGS or path in structure.embeddings:
+        elif is_output_head(path) or is_embedding(path) or path in embeddings:
             findings.error(
                 Code.SC317,
                 where=raw,
@@ -83,14 +83,17 @@ def drop_unserved(raw_paths: Iterable[str], structure: ModelStructure, findings:
 def check_shapes(
     front_end: FrontEnd, modules: Mapping[str, Tensors], structure: ModelStructure, findings: Findings
 ) -> bool:
-    """Hold the tensors' sizes against the base's layers; return whether all fit. Most of them wrong is another base."""
-    wrong = []
+    """Compare the tensors' sizes with the base's layers; return whether all fit.
+
+    Records SC402, another base, when more than half of the modules don't fit, and otherwise SC307 for each.
+    """
+    wrong: list[tuple[str, str]] = []
     for path, tensors in modules.items():
-        linear = structure.linears[path]
-        told = front_end.dimensions(tensors)
-        if any(size and size != own for size, own in zip(told, _size(linear), strict=True)):
-            wrong.append((path, told, _size(linear)))
-    texts = [f"{path}: adapter {_words(told)}, base {own[0]} in, {own[1]} out" for path, told, own in wrong]
+        linear, found = structure.linears[path], front_end.dimensions(tensors)
+        expected = (linear.in_features, linear.out_features)
+        if any(size and size != of_base for size, of_base in zip(found, expected, strict=True)):
+            wrong.append((path, f"{path}: adapter {_words(found)}, base {expected[0]} in, {expected[1]} out"))
+    texts = [text for _, text in wrong]
     if 2 * len(wrong) > len(modules):
         findings.error(
             Code.SC402,
@@ -100,20 +103,10 @@ def check_shapes(
             next="pass that base with --base",
         )
     else:
-        for (path, _, _), text in zip(wrong, texts, strict=True):
-            findings.error(
-                Code.SC307,
-                where=path,
-                found=text,
-                expected="tensors that fit the layer",
-                next="check that the base is the one the adapter was trained on",
-            )
+        for path, text in wrong:
+            findings.error(Code.SC307, where=path, found=text, expected="tensors that fit the layer")
     return not wrong
 
 
-def _size(linear: Linear) -> tuple[int, int]:
-    return linear.in_features, linear.out_features
-
-
-def _words(told: tuple[int, int]) -> str:
-    return ", ".join(f"{size} {axis}" for size, axis in zip(told, ("in", "out"), strict=True) if size)
+def _words(sizes: tuple[int, int]) -> str:
+    return ", ".join(f"{size} {axis}" for size, axis in zip(sizes, ("in", "out"), strict=True) if size)

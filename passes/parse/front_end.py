@@ -1,4 +1,4 @@
-"""What a front end is given and what it must give back."""
+"""The interface of a front end: the checkpoint that it reads, and the sites that it returns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Code, Findings
 from scute_compile.ir.expressions import Ref
 from scute_compile.ir.linear import Linear
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Site
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.settings import Rule, Settings
@@ -20,7 +21,7 @@ Tensors = Mapping[str, Ref]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """An adapter whose keys are sorted and whose modules are found in the base."""
+    """An adapter's configuration and tensors, sorted by the modules of the base."""
 
     config: Mapping[str, object]
     modules: Mapping[str, Tensors]
@@ -29,9 +30,9 @@ class Checkpoint:
     facts: Mapping[str, TensorFacts]
     """By checkpoint key."""
     structure: ModelStructure
-    """The base, its layers narrowed to the root that the adapter's keys lie in."""
+    """The base, with only those layers that lie under the adapter's root."""
     names: Mapping[str, str]
-    """Base module path -> the path that the adapter, its patterns and its targets know it by, where they differ."""
+    """Base module path -> module path in the adapter's keys, patterns and targets, where the two differ."""
     findings: Findings
 
     def trained_name(self, path: str) -> str:
@@ -45,18 +46,20 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a front end makes of a checkpoint."""
+    """The result of a front end."""
 
-    method: str
+    method: Method
     sites: tuple[Site, ...]
     settings: tuple[tuple[str, str], ...] = ()
+    """For display: `rank`, `alpha`, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontEnd:
-    """One PEFT method: what its files look like, and how they become sites."""
+    """One PEFT method: the layout of its files, and how they become sites."""
 
-    peft_type: str
+    method: Method
+    """Its name in capitals is the `peft_type` of `adapter_config.json`."""
     parameters: tuple[Parameter, ...]
     shared: tuple[Parameter, ...] = ()
     settings: type[Settings]
@@ -65,11 +68,16 @@ class FrontEnd:
     may_be_empty: frozenset[str] = frozenset()
     """Parameters that may have a dimension of zero."""
     inert_keys: tuple[str, ...] = ()
-    """Words in keys of tensors that play no part in inference."""
+    """Words in the keys of training-time buffers."""
     dimensions: Callable[[Tensors], tuple[int, int]]
-    """Return `(in, out)` as one module's tensors tell them; 0 where they don't."""
+    """Return `(in, out)` as one module's tensors give them; 0 where they don't."""
     build: Callable[[Checkpoint, Settings], Reading]
     """Rewrite the checkpoint into sites; faults go to its findings."""
+
+    @property
+    def peft_type(self) -> str:
+        """The method's name in `adapter_config.json`."""
+        return self.method.name
 
 
 def require(checkpoint: Checkpoint, path: str, *wanted: str) -> bool:
@@ -82,6 +90,5 @@ def require(checkpoint: Checkpoint, path: str, *wanted: str) -> bool:
             where=path,
             found=f"no `{name}`; only {', '.join(f'`{ref.key}`' for ref in tensors.values())}",
             expected=f"{', '.join(f'`{name}`' for name in wanted)} for every adapted module",
-            next="save the adapter again; PEFT would load this one with initial values in the gap",
         )
     return not missing

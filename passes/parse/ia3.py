@@ -1,7 +1,7 @@
 """IA3 (`peft_type` IA3; arXiv:2205.05638, PEFT `tuners/ia3/layer.py`).
 
 A vector l of shape `(out, 1)` scales the output with its bias: s = l, b = l * b0. One of shape `(1, in)` scales the
-input: R = diag(l). The shape decides; `feedforward_modules` is held against it.
+input: R = diag(l). The shape decides; `feedforward_modules` must agree with it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import cast
 
 from scute_compile.diagnostics import Code
 from scute_compile.ir.expressions import Fill, Multiply, Ref, Reshape, Subtract
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Rotation, RotationKind, Site
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
@@ -37,11 +38,11 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
     sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, ia3)) is not None]
     inputs = sum(site.rotation is not None for site in sites)
     shown = (("output vectors", str(len(sites) - inputs)), ("input vectors", str(inputs)))
-    return Reading(method="ia3", sites=tuple(sites), settings=shown)
+    return Reading(method=Method.IA3, sites=tuple(sites), settings=shown)
 
 
-def _said_feedforward(ia3: Ia3Settings, path: str) -> bool | None:
-    # PEFT compares a list by the plain end of the path, without a dot: "o" matches "foo" (ia3/model.py)
+def _listed_as_feedforward(ia3: Ia3Settings, path: str) -> bool | None:
+    # PEFT compares the names of a list with the end of the path, without a dot: "o" matches "foo" (ia3/model.py)
     modules = ia3.feedforward_modules
     if modules is None:
         return None
@@ -65,13 +66,13 @@ def _site(checkpoint: Checkpoint, path: str, ia3: Ia3Settings) -> Site | None:
         )
         return None
     on_input = vector.shape[0] == 1
-    said = _said_feedforward(ia3, checkpoint.trained_name(path))
-    if said is not None and said != on_input:
+    feedforward = _listed_as_feedforward(ia3, checkpoint.trained_name(path))
+    if feedforward is not None and feedforward != on_input:
         checkpoint.findings.error(
             Code.SC310,
             where=path,
             found=f"`{vector.key}` of shape {vector.shape} scales the {'input' if on_input else 'output'}; "
-            f"feedforward_modules says {'input' if said else 'output'}",
+            f"feedforward_modules says {'input' if feedforward else 'output'}",
             expected="shape and feedforward_modules to agree",
             next="restore feedforward_modules from the training run",
         )
@@ -88,8 +89,8 @@ def _scaled(vector: Reshape, bias: Ref | None) -> Multiply | None:
 
 
 IA3 = FrontEnd(
-    peft_type="IA3",
-    parameters=(Parameter(slot="ia3_l", spellings=("ia3_l",)),),
+    method=Method.IA3,
+    parameters=(Parameter(name="ia3_l", spellings=("ia3_l",)),),
     settings=Ia3Settings,
     inert=frozenset({"init_ia3_weights"}),
     dimensions=dimensions,

@@ -1,4 +1,4 @@
-"""Sorting a checkpoint's keys: every key ends in one named parameter of one module, or is left for other claims."""
+"""Sorts a checkpoint's keys: every key is a parameter of one module, a shared tensor, or one of the rest."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ PREFIX = "base_model.model."
 class Parameter:
     """One parameter that a method saves per module."""
 
-    slot: str
-    """What the front end calls it."""
+    name: str
+    """The front end's name for it."""
     spellings: tuple[str, ...]
-    """How keys spell it, without the module path: `lora_A.weight`."""
+    """The ends of its keys, without the module path: `lora_A.weight`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedKeys:
-    """A checkpoint's keys by what they are."""
+    """A checkpoint's keys, sorted."""
 
     modules: Mapping[str, Mapping[str, str]]
     """Raw module path (prefix included) -> parameter -> key."""
     shared: Mapping[str, str]
-    """Parameter -> key, for tensors that stand beside the modules."""
+    """Parameter -> key, for tensors that belong to no module."""
     rest: tuple[str, ...]
-    """Keys that no parameter of the method explains."""
+    """Keys that are no parameter of the method."""
 
 
 def without_adapter_name(key: str, stems: Iterable[str]) -> tuple[str, str]:
-    """Remove an adapter's name that trainers left after a parameter's stem; return the key and the name.
+    """Remove the adapter's name that some trainers leave after a parameter's stem; return the key and the name.
 
     >>> without_adapter_name("m.lora_A.default.weight", ["lora_A"])
     ('m.lora_A.weight', 'default')
@@ -52,39 +52,38 @@ def without_adapter_name(key: str, stems: Iterable[str]) -> tuple[str, str]:
 def sort_keys(
     keys: Iterable[str], parameters: tuple[Parameter, ...], shared: tuple[Parameter, ...], findings: Findings
 ) -> SortedKeys:
-    """Sort `keys`; a slot that two keys mean is an error, since which one counts would be a guess."""
+    """Sort `keys`; records SC306 when two keys name one parameter of a module."""
     stems = {spelling.split(".")[0] for parameter in parameters for spelling in parameter.spellings}
     modules: dict[str, dict[str, str]] = {}
     beside: dict[str, str] = {}
     rest = []
-    names: dict[str, str] = {}
+    adapter_names: dict[str, str] = {}
     for key in keys:
-        plain, name = without_adapter_name(key, stems)
+        plain, adapter_name = without_adapter_name(key, stems)
         path, parameter = _split(plain, parameters)
         lone = next((p for p in shared for s in p.spellings if plain.endswith(f".{s}") or plain == s), None)
         if parameter is not None:
-            claimed, slot = modules.setdefault(path, {}), parameter.slot
-            names.setdefault(name, key)
+            claimed, name = modules.setdefault(path, {}), parameter.name
+            adapter_names.setdefault(adapter_name, key)
         elif lone is not None:
-            claimed, slot = beside, lone.slot
+            claimed, name = beside, lone.name
         else:
             rest.append(key)
             continue
-        if slot in claimed:
+        if name in claimed:
             findings.error(
                 Code.SC306,
-                where=path or slot,
-                found=f"`{claimed[slot]}` and `{key}`",
-                expected=f"one tensor for `{slot}`",
-                next="remove the one that is not meant",
+                where=path or name,
+                found=f"`{claimed[name]}` and `{key}`",
+                expected=f"one tensor for `{name}`",
             )
-        claimed[slot] = key
-    _check_names(names, findings)
+        claimed[name] = key
+    _check_names(adapter_names, findings)
     return SortedKeys(modules=modules, shared=beside, rest=tuple(rest))
 
 
 def _check_names(names: Mapping[str, str], findings: Findings) -> None:
-    """Look at the adapters' names that keys carry, each with one such key; `default` is PEFT's own."""
+    """Check the adapters' names that keys contain; `names` has one key for each name. PEFT's name is `default`."""
     given = [name for name in names if name not in ("", "default")]
     if not given:
         return
@@ -95,7 +94,7 @@ def _check_names(names: Mapping[str, str], findings: Findings) -> None:
             where=key,
             found="tensors of several adapters in one file: " + " and ".join(f"`{named}`" for named in names.values()),
             expected=f"one adapter's name in every key, or none; there are `{'`, `'.join(sorted(names))}`",
-            next="save each adapter into a folder of its own",
+            next="save each adapter into a separate folder",
         )
     else:
         findings.note(
@@ -103,12 +102,17 @@ def _check_names(names: Mapping[str, str], findings: Findings) -> None:
             where=key,
             found=f"`{key}`: the name `{given[0]}` in every key",
             expected="keys without an adapter's name, as save_pretrained writes them",
-            next="read as they were meant; today's PEFT ignores keys with a name other than `default`",
+            next="read without the name; the current PEFT ignores keys with a name other than `default`",
         )
 
 
 def check_prefix(raw_paths: Iterable[str], findings: Findings) -> bool:
-    """Record keys without PEFT's prefix, of paths that all match the base; return whether each module is there once."""
+    """Record paths without PEFT's prefix; return whether each module occurs once.
+
+    Args:
+        raw_paths: raw module paths, all of which match the base.
+        findings: receives SC303, SC304 and SC306.
+    """
     raws = tuple(raw_paths)
     bare = [raw for raw in raws if not raw.startswith(PREFIX)]
     twice = [raw for raw in bare if PREFIX + raw in raws]
@@ -134,7 +138,7 @@ def check_prefix(raw_paths: Iterable[str], findings: Findings) -> bool:
             where=bare[0],
             found=f"no key has the prefix `{PREFIX}`; all {len(raws)} modules match without",
             expected=f"keys that begin with `{PREFIX}`",
-            next="read as they were meant; PEFT would ignore every one of them without a word",
+            next="read without the prefix; PEFT would ignore all of these keys silently",
         )
     return not twice
 
@@ -148,7 +152,7 @@ def _split(key: str, parameters: tuple[Parameter, ...]) -> tuple[str, Parameter 
 
 
 def module_path(raw: str) -> str:
-    """Return a raw path without PEFT's own prefix.
+    """Return a raw path without PEFT's prefix.
 
     >>> module_path("base_model.model.model.layers.0.self_attn.q_proj")
     'model.layers.0.self_attn.q_proj'

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from scute_compile.diagnostics import Code
 from scute_compile.ir.expressions import Add, ColumnNorm, Divide, Expression, Fill, Ref, Reshape, Scale, Transpose
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Factor, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
@@ -44,7 +45,7 @@ RULES = (
     Rule(name="use_bdlora", code=Code.SC204, why="its factors are block-diagonal"),
     Rule(name="kasa_config", code=Code.SC206, why="truncates the base weights when it loads"),
     Rule(name="layer_replication", code=Code.SC204, why="builds a model with repeated layers"),
-    Rule(name="megatron_config", code=Code.SC204, why="each process may have saved a shard of its own"),
+    Rule(name="megatron_config", code=Code.SC204, why="each process may have saved its shard separately"),
     Rule(name="enable_lora", code=Code.SC204, why="the merged projections of PEFT 0.2 and older have grouped factors"),
 )
 
@@ -83,7 +84,8 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
     ranks = sorted({site.terms[0].rank for site in sites})
     listed = (("ranks", " ".join(map(str, ranks))), ("alpha", f"{lora.lora_alpha:g}")) if lora.lora_alpha else ()
     scaling = (("scaling", "alpha / sqrt(r)" if lora.use_rslora else "alpha / r"),)
-    return Reading(method="dora" if lora.use_dora else "lora", sites=tuple(sites), settings=(*listed, *scaling))
+    method = Method.DORA if lora.use_dora else Method.LORA
+    return Reading(method=method, sites=tuple(sites), settings=(*listed, *scaling))
 
 
 def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
@@ -95,7 +97,7 @@ def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
             found=f"init_lora_weights = {init!r}: training started from a changed base",
             expected="an initialisation that leaves the base as it is",
             next="save it again with save_pretrained(..., path_initial_model_for_weight_conversion=...), which "
-            "turns it into plain LoRA on the original base",
+            "converts it to plain LoRA on the original base",
         )
     elif init == "lora_ga":
         checkpoint.findings.note(
@@ -127,7 +129,6 @@ def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
             where="lora_alpha",
             found=f"lora_alpha = {lora.lora_alpha}",
             expected="a finite number",
-            next="restore lora_alpha from the training run",
         )
     elif lora.lora_alpha == 0 and not lora.alpha_pattern and not _untrained(checkpoint):
         checkpoint.findings.error(
@@ -159,7 +160,7 @@ def _check_patterns(checkpoint: Checkpoint, lora: LoraSettings) -> None:
 
 
 def _check_order(checkpoint: Checkpoint, lora: LoraSettings) -> None:
-    """Note modules whose alpha depends on the order of patterns: PEFT saves them sorted, so that order is lost."""
+    """Note modules whose alpha depends on the order of patterns, which PEFT sorts when it saves them."""
     if list(lora.alpha_pattern) != sorted(lora.alpha_pattern):
         return
     several = {}
@@ -196,7 +197,7 @@ def _site(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> Site | None:
             where=path,
             found=f"`{tensors['magnitude'].key}` with use_dora = false",
             expected="magnitude tensors and use_dora to agree",
-            next="set use_dora to true if it was trained so; PEFT would drop the magnitudes in silence",
+            next="set use_dora to true if it was trained so; PEFT would drop the magnitudes silently",
         )
         return None
     if "lora_B.bias" in tensors and not lora.lora_bias:
@@ -205,7 +206,7 @@ def _site(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> Site | None:
             where=path,
             found=f"`{tensors['lora_B.bias'].key}` with lora_bias = false",
             expected="biases on B and lora_bias to agree",
-            next="set lora_bias to true if it was trained so; PEFT would drop the biases in silence",
+            next="set lora_bias to true if it was trained so; PEFT would drop the biases silently",
         )
         return None
     wanted = ("lora_A", "lora_B") + (("magnitude",) if lora.use_dora else ())
@@ -237,14 +238,13 @@ def _matching_ranks(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> bo
         )
         return False
     patterns = matching(lora.rank_pattern, checkpoint.trained_name(path), where="rank_pattern")
-    said = [value for _, value in patterns] or ([lora.r] if lora.r is not None else [])
-    if said and rank not in said:
+    configured = [value for _, value in patterns] or ([lora.r] if lora.r is not None else [])
+    if configured and rank not in configured:
         checkpoint.findings.error(
             Code.SC310,
             where=path,
-            found=f"rank {rank} in the tensors, {said[0]} in the configuration",
+            found=f"rank {rank} in the tensors, {configured[0]} in the configuration",
             expected="rank_pattern or r to give the tensors' rank, since the scale follows from it",
-            next="restore the configuration of the training run",
         )
         return False
     return True
@@ -259,17 +259,17 @@ def _with_magnitude(site: Site, m: Ref, c: float) -> Site:
 
 
 def _with_lora_bias(site: Site, bias: Ref, c: float) -> Expression:
-    own: Expression = site.linear.bias or Fill(0.0, (site.linear.out_features,))
-    return Add(own, Scale(bias, c))
+    base_bias: Expression = site.linear.bias or Fill(0.0, (site.linear.out_features,))
+    return Add(base_bias, Scale(bias, c))
 
 
 LORA = FrontEnd(
-    peft_type="LORA",
+    method=Method.LORA,
     parameters=(
-        Parameter(slot="lora_A", spellings=("lora_A.weight",)),
-        Parameter(slot="lora_B", spellings=("lora_B.weight",)),
-        Parameter(slot="lora_B.bias", spellings=("lora_B.bias",)),
-        Parameter(slot="magnitude", spellings=("lora_magnitude_vector", "lora_magnitude_vector.weight")),
+        Parameter(name="lora_A", spellings=("lora_A.weight",)),
+        Parameter(name="lora_B", spellings=("lora_B.weight",)),
+        Parameter(name="lora_B.bias", spellings=("lora_B.bias",)),
+        Parameter(name="magnitude", spellings=("lora_magnitude_vector", "lora_magnitude_vector.weight")),
     ),
     settings=LoraSettings,
     inert=INERT,

@@ -12,6 +12,7 @@ from typing import cast
 
 from scute_compile.diagnostics import Code
 from scute_compile.ir.expressions import Expression, Ref, Reshape, RotationBlocks, RotationForm
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Rotation, RotationKind, Site
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors
 from scute_compile.passes.parse.keys import Parameter
@@ -64,13 +65,13 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
             where=first,
             found="`oft_r` without `oft_s`: written by PEFT 0.13 or older, which rotates the output",
             expected="`oft_R.weight` (PEFT 0.16 or newer), or `oft_r` with `oft_s` (0.14 and 0.15)",
-            next="train again with a current PEFT; today's PEFT loads this file as the identity",
+            next="train again with a current PEFT; the current PEFT loads this file as the identity",
         )
-        return Reading(method="oft", sites=())
+        return Reading(method=Method.OFT, sites=())
     form = _form(checkpoint, oft)
     sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, oft, form)) is not None]
     sizes = sorted({site.rotation.block for site in sites if site.rotation})
-    return Reading(method="oft", sites=tuple(sites), settings=_shown(oft, form, sizes))
+    return Reading(method=Method.OFT, sites=tuple(sites), settings=_shown(oft, form, sizes))
 
 
 def _shown(oft: OftSettings, form: RotationForm, sizes: list[int]) -> tuple[tuple[str, str], ...]:
@@ -135,7 +136,6 @@ def _covers(checkpoint: Checkpoint, path: str, oft: OftSettings, saved: Ref, siz
             where=path,
             found=f"{blocks} block(s) of {size}, block_share = {oft.block_share}, on {width} inputs",
             expected="blocks that cover the input, or one shared block that divides it",
-            next="check that the base is the one the adapter was trained on",
         )
         return False
     return True
@@ -159,11 +159,11 @@ def _check_block_size(checkpoint: Checkpoint, path: str, oft: OftSettings, size:
 
 
 OFT = FrontEnd(
-    peft_type="OFT",
+    method=Method.OFT,
     parameters=(
-        Parameter(slot="oft_R", spellings=("oft_R.weight",)),
-        Parameter(slot="oft_r", spellings=("oft_r",)),
-        Parameter(slot="oft_s", spellings=("oft_s",)),
+        Parameter(name="oft_R", spellings=("oft_R.weight",)),
+        Parameter(name="oft_r", spellings=("oft_r",)),
+        Parameter(name="oft_s", spellings=("oft_s",)),
     ),
     settings=OftSettings,
     inert=frozenset({"module_dropout", "init_weights", "rank_pattern", "alpha_pattern"}),

@@ -1,56 +1,50 @@
-"""Matching module paths the way PEFT does (`tuners/tuners_utils.py`, `utils/other.py`), within a time limit."""
+"""Matching module paths as PEFT does (`tuners/tuners_utils.py`, `utils/other.py`), in bounded time and memory."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-import regex
-
 from scute_compile.diagnostics import Code, fail
-
-SECONDS = 0.5
-"""Longest time one pattern may take on one module path; ordinary patterns take microseconds."""
+from scute_compile.passes.parse.automaton import Budget, UnsupportedPatternError, compiled
 
 Value = TypeVar("Value")
 
 
-NESTED_REPEAT = regex.compile(r"\((?:[^()\\]|\\.)*[*+](?:[^()\\]|\\.)*\)(?:[*+]|\{\d*,\d*\})")
-"""A repeat inside a repeated group: the shape that backtracks without end in the engine that PEFT uses."""
-
-
 def full_match(pattern: str, path: str, *, where: str) -> bool:
-    """Return whether `pattern` matches all of `path`; `where` names the configuration field for messages."""
-    if NESTED_REPEAT.search(pattern):
-        fail(
-            Code.SC209,
-            where=where,
-            found=f"`{pattern}` repeats a group that repeats: it may match no module and take no end of time to say so",
-            expected="a pattern that ends on every module path",
-            next="replace the pattern by a list of module names",
-        )
-    with _faults_named(pattern, path, where):
-        return regex.fullmatch(pattern, path, timeout=SECONDS) is not None
+    """Return whether `pattern` matches all of `path`, as `re.fullmatch` says.
+
+    Args:
+        pattern: A regular expression of Python's `re`.
+        path: A module path.
+        where: The configuration field that holds the pattern, for messages.
+
+    Raises:
+        ScuteError: SC205 for what is no regular expression, SC209 for one that can't be matched in bounded time.
+    """
+    with _faults_named(pattern, where):
+        return compiled(pattern).fullmatch(path)
 
 
 @contextmanager
-def _faults_named(pattern: str, path: str, where: str) -> Iterator[None]:
+def _faults_named(pattern: str, where: str) -> Iterator[None]:
+    shown = pattern if len(pattern) <= 120 else f"{pattern[:117]}..."
     try:
         yield
-    except TimeoutError:
+    except UnsupportedPatternError as error:
         fail(
             Code.SC209,
             where=where,
-            found=f"`{pattern}` took more than {SECONDS} s on `{path}`",
-            expected="a pattern that ends on every module path",
-            next="replace the pattern by a list of module names",
+            found=f"`{shown}`: {error}",
+            expected="a pattern that is matched in bounded time and memory",
         )
-    except regex.error as error:
+    except re.error as error:
         fail(
             Code.SC205,
             where=where,
-            found=f"`{pattern}`: {error}",
+            found=f"`{shown}`: {error}",
             expected="a regular expression",
             next="correct the pattern in adapter_config.json",
         )
@@ -71,10 +65,46 @@ def ends_with(path: str, name: str) -> bool:
 
 
 def layer_number(path: str, layers_pattern: Sequence[str]) -> int | None:
-    """Return the layer that `path` lies in: its first numbered segment, or the one after a named segment."""
+    """Return the layer that `path` lies in: its first numbered segment, or the one after a named segment.
+
+    Raises:
+        ScuteError: as `full_match`; SC209 too for a pattern with groups, or one that several numbers follow.
+
+    >>> layer_number("model.layers.3.self_attn.q_proj", ()), layer_number("model.h.3.mlp", ("layers",))
+    (3, None)
+    """
     for pattern in layers_pattern or (r"[^.]*",):
-        with _faults_named(pattern, path, "layers_pattern"):
-            found = regex.match(rf".*?\.{pattern}\.(\d+)\.", path, timeout=SECONDS)
-            if found and str(found.group(1)).isdecimal():  # a group of the pattern's own may stand first
-                return int(found.group(1))
+        with _faults_named(pattern, "layers_pattern"):
+            numbers = _numbers_after(pattern, path)
+            if len(numbers) > 1:
+                raise UnsupportedPatternError(f"several layer numbers follow it in `{path}`")
+            if numbers:
+                return numbers.pop()
     return None
+
+
+def _numbers_after(pattern: str, path: str) -> set[int]:
+    r"""Return what `re.match(r".*?\.PATTERN\.(\d+)\.", path)` may capture, at the first place where it matches."""
+    automaton, budget = compiled(pattern), Budget()
+    if automaton.groups:
+        raise UnsupportedPatternError("it has a group, which PEFT would take for the layer's number")
+    if "|" in _outside_groups(pattern):
+        raise UnsupportedPatternError("it has alternatives, which would split the expression that PEFT puts it into")
+    for dot in (position for position, character in enumerate(path) if character == "."):
+        tails = (path[end:] for end in automaton.ends(path, dot + 1, budget))
+        found = (re.match(r"\.(\d+)\.", tail) for tail in tails)
+        if numbers := {int(match.group(1)) for match in found if match}:
+            return numbers
+    return set()
+
+
+def _outside_groups(pattern: str) -> str:
+    r"""Return what stands outside groups, sets and escapes.
+
+    >>> _outside_groups(r"a|(?:b|c)[|]\|")
+    'a|'
+    """
+    left = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "", pattern, flags=re.DOTALL)
+    while (shorter := re.sub(r"\([^()]*\)", "", left)) != left:
+        left = shorter
+    return left

@@ -1,25 +1,25 @@
-"""Keys that no parameter of the method explains: trained biases, copies of base weights, and faults."""
+"""Keys that are no parameter of the method: trained biases, copies of base weights, and faults."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import regex
-
+from scute_compile.base.heads import is_output_head, tied_embedding
 from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Code, Findings
+from scute_compile.ir.dtypes import FORMATS
 from scute_compile.ir.expressions import Add, Ref, Scale
 from scute_compile.ir.program import Site
-from scute_compile.passes.parse.checks import NUMBERS
+from scute_compile.passes.context import SameValues
 
-FOREIGN = regex.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|down)\.")
-HEADS = ("lm_head", "embed_out", "output")
+FOREIGN = re.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|down)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """What is needed to judge a left-over key."""
+    """The inputs for judging the remaining keys."""
 
     config: Mapping[str, object]
     structure: ModelStructure
@@ -27,14 +27,14 @@ class Rest:
     """Base module paths that the method adapts."""
     to_base: Callable[[str], str]
     """Translates a raw path of the checkpoint into the base's."""
-    same_values: Callable[[Ref, Ref], bool | None]
-    """Whether an adapter tensor equals a base tensor; None where the base's bytes are absent."""
+    same_values: SameValues
     inert_keys: tuple[str, ...]
+    """Words in the keys of training-time buffers."""
     findings: Findings
 
 
 def claim_rest(refs: Mapping[str, Ref], rest: Rest) -> Mapping[str, Ref]:
-    """Judge every left-over key.
+    """Claim every remaining key, or record why it can't be claimed.
 
     Returns:
         The trained biases, by base module path.
@@ -51,7 +51,7 @@ def claim_rest(refs: Mapping[str, Ref], rest: Rest) -> Mapping[str, Ref]:
 
 
 def with_biases(sites: tuple[Site, ...], biases: Mapping[str, Ref], structure: ModelStructure) -> tuple[Site, ...]:
-    """Put trained biases in place of the base's: `b = saved`."""
+    """Return the sites with trained biases in place of the base's; layers with a bias alone become sites."""
     by_name = {site.name: site for site in sites}
     for path, bias in biases.items():
         site = by_name.get(path) or Site(linear=structure.linears[path])
@@ -74,7 +74,6 @@ def _claim_bias(ref: Ref, rest: Rest, biases: dict[str, Ref]) -> None:
             where=path,
             found=f"`{ref.key}` {ref.shape}",
             expected=f"a bias of shape {base_bias.shape}" if base_bias else "no bias: the base's layer has none",
-            next="check that the base is the one the adapter was trained on",
         )
         return
     if old_spelling and path in rest.adapted:
@@ -83,7 +82,7 @@ def _claim_bias(ref: Ref, rest: Rest, biases: dict[str, Ref]) -> None:
             where=path,
             found=f"`{ref.key}`, the spelling of PEFT 0.6 and older: read as the trained bias",
             expected="`.base_layer.bias`",
-            next="today's PEFT ignores this key without a word",
+            next="the current PEFT ignores this key silently",
         )
     if path in biases:
         rest.findings.error(
@@ -91,7 +90,6 @@ def _claim_bias(ref: Ref, rest: Rest, biases: dict[str, Ref]) -> None:
             where=path,
             found=f"`{biases[path].key}` and `{ref.key}`",
             expected="one trained bias",
-            next="remove the one that is not meant",
         )
     biases[path] = ref
 
@@ -103,7 +101,6 @@ def _is_known_fault(key: str, rest: Rest) -> bool:
             where=key,
             found=f"`{key}`",
             expected="`.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank)",
-            next="convert the adapter to PEFT's layout with the framework that wrote it",
         )
         return True
     if "trainable_tokens" in key or "token_adapter" in key:
@@ -121,33 +118,33 @@ def _is_known_fault(key: str, rest: Rest) -> bool:
             where=key,
             found="low-rank factors of an embedding",
             expected="tensors of linear layers",
-            next="train without the embedding among the targets",
         )
         return True
     return False
 
 
 def base_key(path: str, parameter: str, structure: ModelStructure) -> str | None:
-    """Return the base's key for a copy; a tied head's weight is the input embedding's."""
+    """Return the base's key for a copy of one of its tensors; a tied head's weight is the token embedding's."""
     if f"{path}.{parameter}" in structure.tensors:
         return f"{path}.{parameter}"
-    if path.rsplit(".", maxsplit=1)[-1] in HEADS:
-        tied = [key for key in structure.tensors if key.removesuffix(".weight") in structure.embeddings]
-        return tied[0] if len(tied) == 1 else None
+    if is_output_head(path) and parameter == "weight":
+        embedding = tied_embedding(structure.embeddings)
+        return None if embedding is None else f"{embedding}.weight"
     return None
 
 
 def _why_not(ref: Ref, rest: Rest, key: str) -> str:
-    coded = [one.dtype for one in (ref, rest.structure.tensors[key]) if one.dtype not in NUMBERS]
+    coded = [tensor.dtype for tensor in (ref, rest.structure.tensors[key]) if tensor.dtype not in FORMATS]
     return f"it is stored as {coded[0]}" if coded else "the base's weights are absent"
 
 
-def _refuse_other_shape(ref: Ref, own: Ref, rest: Rest) -> None:
-    resized = own.key.removesuffix(".weight") in rest.structure.embeddings and ref.shape[1:] == own.shape[1:]
+def _refuse_other_shape(ref: Ref, original: Ref, rest: Rest) -> None:
+    vocabulary = original.key.removesuffix(".weight") in rest.structure.embeddings
+    resized = vocabulary and ref.shape[1:] == original.shape[1:]
     rest.findings.error(
         Code.SC312,
         where=ref.key,
-        found=f"a dense weight {ref.shape}, the base's `{own.key}` is {own.shape}"
+        found=f"a dense weight {ref.shape}, the base's `{original.key}` is {original.shape}"
         + (": the vocabulary was resized" if resized else ""),
         expected="tensors of the method alone, or an identical copy",
         next="serve the adapter on the model whose vocabulary was resized, saved with its new size"
@@ -183,7 +180,7 @@ def _claim_copy(ref: Ref, rest: Rest) -> None:
             next="pass --base with the weights, or remove the copy",
         )
     elif rest.config.get("modules_to_save"):
-        pass  # named already, with the field
+        pass  # SC211 refuses the field
     else:
         saved = rest.config.get("modules_to_save")
         rest.findings.error(

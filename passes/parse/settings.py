@@ -1,7 +1,7 @@
-"""Reading `adapter_config.json`: every field is known, unset, or refused by name.
+"""Reads `adapter_config.json`: every field is known, unset, or refused by name.
 
-A method declares the fields that it reads as a pydantic model, the ones that never change what an adapter computes
-(`INERT`), and the ones that may only hold harmless values (`Rule`). Anything else that is set may change the maths.
+A method declares the fields that it reads as a pydantic model, the fields that never change what an adapter computes
+(`INERT`), and the fields that may hold only certain values (`Rule`). Any other field that is set is refused.
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ INERT = frozenset(
         "fan_in_fan_out",
     }
 )
-"""Fields of every method that say where, when or by whom, or that are held against the tensors elsewhere."""
-
+"""Fields of every method that describe the training run, or that are compared with the tensors elsewhere."""
 
 Bias = Annotated[str, Field(pattern=r"^(none|all|[a-z0-9]+_only)$")]
 """Which biases were trained: none, all of the model, or those of the adapted layers."""
 
 
 class Settings(BaseModel):
-    """The fields that a front end reads. Unknown ones are looked at by `read_settings`."""
+    """The fields that a front end reads. `read_settings` handles all others."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A field that may only hold values that leave the adapter inside the normal form."""
+    """A field that may hold only values with which the adapter stays in the normal form."""
 
     name: str
     code: Code
     why: str
-    """What the field does when it is set."""
+    """The field's effect when it is set."""
     next: str = "train or convert the adapter without it"
     allowed: tuple[object, ...] = ()
-    """Harmless values besides unset ones."""
+    """Accepted values, in addition to unset ones."""
 
 
 REPLACED = (
@@ -62,19 +61,19 @@ REPLACED = (
         name="modules_to_save",
         code=Code.SC211,
         why="replaces whole modules of the base; a dense module per tenant does not fit the formula",
-        next="train without modules_to_save, or serve this adapter as a model of its own",
+        next="train without modules_to_save, or serve this adapter as a separate model",
     ),
     Rule(
         name="trainable_token_indices",
         code=Code.SC211,
         why="trainable tokens replace rows of the embedding",
-        next="train without trainable tokens, or serve this adapter as a model of its own",
+        next="train without trainable tokens, or serve this adapter as a separate model",
     ),
     Rule(
         name="target_parameters",
         code=Code.SC212,
         why="adapts stacked parameters (experts) that are no linear layer",
-        next="train with target_modules on linear layers only",
+        next=Code.SC212.next,
     ),
 )
 
@@ -94,7 +93,14 @@ def read_settings(
     rules: tuple[Rule, ...],
     findings: Findings,
 ) -> Fields | None:
-    """Validate the fields that `model` declares and refuse every other one that may change the maths.
+    """Validate the fields that `model` declares, and refuse other fields that are set.
+
+    Args:
+        config: the content of `adapter_config.json`.
+        model: the fields that the method reads.
+        inert: fields that never change what the method computes.
+        rules: fields that may hold only certain values.
+        findings: receives SC203, SC205 and the rules' codes.
 
     Returns:
         The fields, or None when one is malformed (recorded in `findings`).
@@ -110,7 +116,6 @@ def read_settings(
                 where=name,
                 found=f"{name} = {_short(value)}",
                 expected="fields that this version knows, or unset ones",
-                next="update Scute if a newer one knows the field, or save the adapter without it",
             )
         elif value not in rule.allowed:
             findings.error(
@@ -129,7 +134,6 @@ def read_settings(
                 where=".".join(str(step) for step in fault["loc"]),
                 found=_short(fault["input"]),
                 expected=fault["msg"].lower(),
-                next="correct the field in adapter_config.json",
             )
         return None
 

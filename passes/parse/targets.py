@@ -1,18 +1,16 @@
-"""Which modules a configuration targets, to be held against the modules that have tensors."""
+"""Compares the modules that a configuration targets with the modules that have tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from scute_compile.base.heads import is_output_head, tied_head_names
 from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Code, Findings
 from scute_compile.passes.parse.patterns import ends_with, full_match, layer_number
 
-HEADS = frozenset({"lm_head", "embed_out"})
-EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "wte", "wpe"})
-
 NAMED = 4
-"""How many examples a message names."""
+"""The number of examples that a message names."""
 
 
 def names(value: object) -> tuple[str, ...]:
@@ -63,10 +61,12 @@ def _in_layers(config: Mapping[str, object], path: str) -> bool:
 
 
 def heads_of(structure: ModelStructure) -> tuple[str, ...]:
-    """Return the paths of embeddings and output heads that PEFT can wrap; a tied head has no tensor of its own."""
-    known = [path for path in structure.embeddings if path.rpartition(".")[2] in HEADS | EMBEDDINGS]
-    tied = not any(path.rpartition(".")[2] in HEADS for path in known)
-    return (*known, "lm_head") if tied else tuple(known)
+    """Return the paths of embeddings and output heads that PEFT can wrap.
+
+    A tied head has no tensor in the checkpoint; it is listed under the names that the architecture gives it.
+    """
+    known = tuple(sorted(structure.embeddings))
+    return known if any(map(is_output_head, known)) else (*known, *tied_head_names(structure.model_type))
 
 
 def check_targets(
@@ -78,15 +78,16 @@ def check_targets(
     keys: Iterable[str],
     findings: Findings,
 ) -> None:
-    """Record where the configuration and the tensors disagree about the adapted modules.
+    """Record the differences between a configuration's targets and the modules with tensors.
 
     Args:
         config: the adapter's configuration.
         linears: paths of the base's linear layers inside the adapter's root, as the adapter names them.
         heads: paths of its embeddings and output heads.
         tensors: paths of the linear layers that have tensors.
-        keys: paths or keys of everything in the checkpoint, served or not.
-        findings: where disagreements go.
+        keys: paths or keys of all tensors in the checkpoint, served or not.
+        findings: receives SC208 (a target without a module), SC310 (a module that is no target), SC315 (no targets)
+            and SC319 (a target without tensors).
     """
     present, known = set(tensors), tuple(linears)
     if config.get("target_modules") is None:
@@ -95,7 +96,7 @@ def check_targets(
             where="target_modules",
             found=f"no target_modules; the {len(present)} modules with tensors count",
             expected="the targets of the training run",
-            next="PEFT would take its own defaults for the architecture and drop the tensors of other modules",
+            next="PEFT would take its defaults for the architecture and drop the tensors of other modules",
         )
         return
     extra = sorted(path for path in present if not is_targeted(config, path))
@@ -105,7 +106,7 @@ def check_targets(
             where="target_modules",
             found=f"{len(extra)} of {len(present)} modules with tensors match no target: {some(extra)}",
             expected=f"every adapted module to match {config['target_modules']!r}",
-            next="correct target_modules; PEFT would drop these tensors without a word",
+            next="correct target_modules; PEFT would drop these tensors silently",
         )
         return
     missing = [path for path in known if path not in present and is_targeted(config, path)]
@@ -116,7 +117,6 @@ def check_targets(
             where="target_modules",
             found=f"{len(missing)} targeted modules of the base have no tensors: {some(missing)}",
             expected=f"tensors for all {len(missing) + len(present)} modules that match",
-            next="check that the base is the one the adapter was trained on, and that the checkpoint is whole",
         )
     _note_idle_targets(config, (*known, *heads), findings)
 
@@ -124,7 +124,7 @@ def check_targets(
 def _heads_without_tensors(config: Mapping[str, object], heads: Sequence[str], keys: Sequence[str]) -> list[str]:
     targets = config.get("target_modules")
     if (isinstance(targets, str) and targets.lower() == "all-linear") or config.get("modules_to_save"):
-        return []  # PEFT leaves the output head out; what is replaced is refused by its own name
+        return []  # PEFT excludes the output head from all-linear; modules_to_save is refused as such
     with_tensors = {path for path in heads if any(f".{path}." in f".{key}." for key in keys)}
     return [path for path in heads if path not in with_tensors and is_targeted(config, path)]
 

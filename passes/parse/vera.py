@@ -1,6 +1,6 @@
 """VeRA (`peft_type` VERA; arXiv:2310.11454, PEFT `tuners/vera`).
 
-F = xW + b0 + (((x A) * lambda_d) B) * lambda_b, where A and B are one pair for all layers and all tenants with the
+F = xW + b0 + (((x A) * lambda_d) B) * lambda_b, where A and B are one pair for all layers, and for all tenants with the
 same key; a layer uses their first `in` columns and first `out` rows. There is no alpha.
 """
 
@@ -11,6 +11,7 @@ from typing import cast
 
 from scute_compile.diagnostics import Code
 from scute_compile.ir.expressions import Expression, Take, Transpose, VeraProjection
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Factor, Owner, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
@@ -28,7 +29,7 @@ class VeraSettings(Settings):
 
 
 def dimensions(tensors: Tensors) -> tuple[int, int]:
-    """Return `(0, out)`: the vectors say nothing of the input."""
+    """Return `(0, out)`: the vectors don't give the input's size."""
     return 0, tensors["lambda_b"].shape[0] if "lambda_b" in tensors else 0
 
 
@@ -42,15 +43,14 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
             where="r",
             found=f"ranks {sorted(ranks)} in the tensors, {vera.r} in the configuration",
             expected="one rank for every module",
-            next="restore the configuration of the training run",
         )
-        return Reading(method="vera", sites=())
+        return Reading(method=Method.VERA, sites=())
     pair = _pair(checkpoint, vera, ranks.pop())
     if pair is None:
-        return Reading(method="vera", sites=())
+        return Reading(method=Method.VERA, sites=())
     sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, *pair)) is not None]
     shown = (("rank", str(pair[0].shape[0])), ("projections", "saved" if vera.save_projection else "regenerated"))
-    return Reading(method="vera", sites=tuple(sites), settings=shown)
+    return Reading(method=Method.VERA, sites=tuple(sites), settings=shown)
 
 
 def _pair(checkpoint: Checkpoint, vera: VeraSettings, rank: int) -> tuple[Expression, Expression] | None:
@@ -121,7 +121,6 @@ def _site(checkpoint: Checkpoint, path: str, a: Expression, b: Expression) -> Si
             where=path,
             found=f"shared pair for {a.shape[1]} inputs and {b.shape[1]} outputs",
             expected=f"at least {width} and {linear.out_features}",
-            next="check that the base is the one the adapter was trained on",
         )
         return None
     tensors: Mapping[str, Expression] = checkpoint.modules[path]
@@ -135,12 +134,12 @@ def _site(checkpoint: Checkpoint, path: str, a: Expression, b: Expression) -> Si
 
 
 VERA = FrontEnd(
-    peft_type="VERA",
+    method=Method.VERA,
     parameters=(
-        Parameter(slot="lambda_d", spellings=("vera_lambda_d",)),
-        Parameter(slot="lambda_b", spellings=("vera_lambda_b",)),
+        Parameter(name="lambda_d", spellings=("vera_lambda_d",)),
+        Parameter(name="lambda_b", spellings=("vera_lambda_b",)),
     ),
-    shared=(Parameter(slot="vera_A", spellings=("vera_A",)), Parameter(slot="vera_B", spellings=("vera_B",))),
+    shared=(Parameter(name="vera_A", spellings=("vera_A",)), Parameter(name="vera_B", spellings=("vera_B",))),
     settings=VeraSettings,
     inert=frozenset({"vera_dropout", "d_initial", "init_weights"}),
     dimensions=dimensions,

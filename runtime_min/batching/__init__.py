@@ -1,1 +1,1 @@
-"""Continuous batching: requests join and leave between steps."""
+"""Continuous batching: admission, deadlines and steps of requests that join and leave between steps."""

@@ -1,4 +1,4 @@
-"""What a continuous batch refuses, and what it says of requests that end before they are done."""
+"""Checks of a continuous batch's arguments, and the errors of requests that end before they are done."""
 
 from __future__ import annotations
 
@@ -9,44 +9,45 @@ from typing import NoReturn
 from scute_compile.diagnostics import Code, Diagnostic, ScuteError, fail
 from scute_compile.runtime_min.batching.policy import Dropped
 from scute_compile.runtime_min.batching.requests import Request, Ticket
-from scute_compile.runtime_min.step.writer import LoadedFacts
+from scute_compile.runtime_min.step.layer import LoadedFacts
 
 
-def check_request(request: Request, *, longest: int, vocabulary: int) -> None:
-    """Refuse a request that can never be served (SC807), and one of another form than `Request` says (SC703)."""
-    _check_form(request)
+def check_request(request: Request, *, max_request_tokens: int, vocabulary: int) -> None:
+    """Refuse a request that can never be served (SC807), or whose fields have other types (SC703)."""
+    _check_types(request)
     prompt, new = len(request.prompt), request.max_new_tokens
-    foreign = [token for token in request.prompt if not 0 <= token < vocabulary]
-    if not prompt or new < 1 or prompt + new > longest or foreign:
+    outside = [token for token in request.prompt if not 0 <= token < vocabulary]
+    if not prompt or new < 1 or prompt + new > max_request_tokens or outside:
         fail(
             Code.SC807,
-            where=_about(request),
-            found=f"{prompt} tokens, and {new} to come" + (f"; among them {foreign[0]}" if foreign else ""),
-            expected=f"at least one of each, {longest} at most together, each below {vocabulary}",
-            next="shorten the prompt, ask for fewer tokens, or open the batch with more cache_tokens",
+            where=_name(request),
+            found=f"{prompt} prompt tokens and {new} new ones"
+            + (f", among them token {outside[0]}" if outside else ""),
+            expected=f"at least one of each, {max_request_tokens} at most together, each below {vocabulary}",
+            next="shorten the prompt, request fewer tokens, or open the batch with more cache_tokens",
         )
 
 
-def _check_form(request: Request) -> None:
+def _check_types(request: Request) -> None:
     within = request.first_token_within
-    odd: list[object] = [token for token in request.prompt if not isinstance(token, Integral)]
+    invalid: list[object] = [token for token in request.prompt if not isinstance(token, Integral)]
     if not isinstance(request.max_new_tokens, Integral):
-        odd.append(request.max_new_tokens)
+        invalid.append(request.max_new_tokens)
     if within is not None and (not isinstance(within, Real) or math.isnan(within)):
-        odd.append(within)
-    if odd:
+        invalid.append(within)
+    if invalid:
         fail(
             Code.SC703,
-            where=_about(request),
-            found=f"{odd[0]!r:.40}",
+            where=_name(request),
+            found=f"{invalid[0]!r:.40}",
             expected="token ids, counts and seconds",
             next="pass whole numbers as tokens and as max_new_tokens, and a number of seconds or None",
         )
 
 
-def check_same(name: str, then: LoadedFacts, now: LoadedFacts) -> None:
-    """Refuse to go on with an adapter that was replaced since a request began (SC810)."""
-    if then is not now:
+def check_same(name: str, admitted: LoadedFacts, loaded: LoadedFacts) -> None:
+    """Refuse to continue a request whose adapter was replaced since it was admitted (SC810)."""
+    if admitted is not loaded:
         fail(
             Code.SC810,
             where=name,
@@ -56,34 +57,35 @@ def check_same(name: str, then: LoadedFacts, now: LoadedFacts) -> None:
         )
 
 
-def check_alone(ranks: int) -> None:
-    """Refuse a model that several ranks share (SC703): who joins depends on each rank's clock."""
+def check_single_rank(ranks: int) -> None:
+    """Refuse a model that several ranks share (SC703): admission depends on each rank's clock."""
     if ranks > 1:
         fail(
             Code.SC703,
             where="a continuous batch",
             found=f"a model that {ranks} ranks share",
-            expected="a model of one rank: requests join by the clock, and ranks' clocks differ",
+            expected="a model of one rank: requests are admitted by the clock, and ranks' clocks differ",
             next="give all ranks the same batches by `forward`, `generate` or `step`",
         )
 
 
-def check_batch_sizes(
-    *, cache_tokens: int, requests: int, step_tokens: int, page: int, max_num_batched_tokens: int
+def check_sizes(
+    *, cache_tokens: int, page_size: int, max_num_seqs: int, max_num_batched_tokens: int, model_tokens: int
 ) -> None:
-    """Refuse sizes that don't go together (SC703); `max_num_batched_tokens` is the served model's."""
-    if not (1 <= requests <= step_tokens <= max_num_batched_tokens and 4 <= page <= cache_tokens):
+    """Refuse sizes that contradict each other (SC703); `model_tokens` is the served model's max_num_batched_tokens."""
+    if not (1 <= max_num_seqs <= max_num_batched_tokens <= model_tokens and 4 <= page_size <= cache_tokens):
         fail(
             Code.SC703,
             where="a continuous batch",
-            found=f"{requests} requests, {step_tokens} tokens a step, {cache_tokens} tokens of cache, {page} a page",
-            expected=f"requests <= step_tokens <= {max_num_batched_tokens}, and 4 <= page <= cache_tokens",
-            next="choose other sizes, or wrap the model with a larger max_num_batched_tokens",
+            found=f"max_num_seqs {max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens}, "
+            f"cache_tokens {cache_tokens}, page_size {page_size}",
+            expected=f"max_num_seqs <= max_num_batched_tokens <= {model_tokens}, and 4 <= page_size <= cache_tokens",
+            next="choose other sizes, or serve the model with a larger max_num_batched_tokens",
         )
 
 
 def refuse_closed() -> NoReturn:
-    """Refuse requests and steps of a batch that was closed (SC703)."""
+    """Refuse requests and steps after `close` (SC703)."""
     fail(
         Code.SC703,
         where="a continuous batch",
@@ -93,40 +95,40 @@ def refuse_closed() -> NoReturn:
     )
 
 
-def too_late(ticket: Ticket, late: Dropped, others: int) -> ScuteError:
-    """Say that a request was dropped, with how many others wait (SC808)."""
-    within, wait = ticket.request.first_token_within, late.expected - ticket.arrived
+def late_error(ticket: Ticket, dropped: Dropped, queued: int) -> ScuteError:
+    """Return the error of a request that early abort dropped while `queued` others were queued (SC808)."""
+    within, wait = ticket.request.first_token_within, dropped.first_token - ticket.arrived
     return ScuteError(
         [
             Diagnostic(
                 code=Code.SC808,
-                where=_about(ticket.request),
-                found=f"a first token after {wait:.3f} s, with {others} others waiting",
-                expected=f"one within {within} s",
+                where=_name(ticket.request),
+                found=f"a first token after {wait:.3f} s, with {queued} others queued",
+                expected=f"a first token within {within} s",
                 next="send fewer requests, allow more time, or serve on more devices",
             )
         ]
     )
 
 
-def broken_off(request: Request, error: BaseException) -> ScuteError:
-    """Say that a request ended with the step that it was in (SC813, or what refused the step)."""
+def step_error(request: Request, error: BaseException) -> ScuteError:
+    """Return the error of a request whose step raised: the step's own error, or SC813 with it as the cause."""
     if isinstance(error, ScuteError):
         return error
-    broken = ScuteError(
+    failed = ScuteError(
         [
             Diagnostic(
                 code=Code.SC813,
-                where=_about(request),
+                where=_name(request),
                 found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
-                expected="a step that ends",
-                next="send the request again; report the fault where it comes back",
+                expected="a step without errors",
+                next="send the request again; report the error if it comes back",
             )
         ]
     )
-    broken.__cause__ = error
-    return broken
+    failed.__cause__ = error
+    return failed
 
 
-def _about(request: Request) -> str:
+def _name(request: Request) -> str:
     return f"a request for {request.adapter or 'the base'}"

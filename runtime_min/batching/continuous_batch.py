@@ -1,4 +1,4 @@
-"""Iteration-level batching: requests for different adapters join and leave between the steps of one batch."""
+"""Iteration-level batching: requests for different adapters join and leave one batch between its steps."""
 
 from __future__ import annotations
 
@@ -13,45 +13,68 @@ from typing import Any, Self
 
 from scute_compile.diagnostics import ScuteError
 from scute_compile.runtime_min.batching.checks import (
-    broken_off,
-    check_alone,
-    check_batch_sizes,
     check_request,
     check_same,
+    check_single_rank,
+    check_sizes,
+    late_error,
     refuse_closed,
-    too_late,
+    step_error,
 )
-from scute_compile.runtime_min.batching.forecast import Capacity, Running, ServiceTimes, Stopwatch, Waiting
+from scute_compile.runtime_min.batching.forecast import (
+    BatchLimits,
+    QueuedRequest,
+    RunningRequest,
+    ServiceTimes,
+    StepTimer,
+)
 from scute_compile.runtime_min.batching.policy import Decision, Policy, decide
 from scute_compile.runtime_min.batching.requests import Event, Phase, Request, Ticket
 from scute_compile.runtime_min.batching.transformers_bridge import CacheSize, Progress, TransformersBatch
 from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.pool.admission import check_known
-from scute_compile.runtime_min.step.writer import LoadedFacts
+from scute_compile.runtime_min.step.layer import LoadedFacts
 
-FIRST_COME = Policy()
+_DEFAULT_POLICY = Policy()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Member:
-    """A request that was admitted."""
+class _Admitted:
+    """An admitted request."""
 
     ticket: Ticket
     facts: LoadedFacts | None
-    """Of its adapter, as it was then."""
-    inside: bool = False
+    """Facts about its adapter when it was admitted; None for the base."""
+    in_steps: bool = False
     """Whether it takes part in steps."""
-    fetched: bool = False
-    """Whether its adapter had a step's time to come in."""
+    prefetched: bool = False
+    """Whether a step has run since it was admitted, during which its adapter was prefetched."""
     read: int = 0
-    """Tokens of its own that steps have read."""
+    """Number of its tokens that steps have read."""
 
 
 class ContinuousBatch:
-    """Serves a changing set of requests, one step after the other.
+    """Serves a changing set of requests, step by step.
 
-    `submit` and `cancel` may be called at any time and from any thread; everything else from the model's own thread.
-    Adapters are loaded, replaced and unloaded between steps. While a batch is open, nobody else calls the model.
+    `submit` and `cancel` may be called at any time from any thread, all other methods only from the model's thread.
+    Adapters may be loaded, replaced and deleted between steps. While a batch is open, the model must not be called
+    otherwise.
+
+    Args:
+        served: The model with its adapters.
+        cache_tokens: Positions of the KV cache, for the prompts and answers of all running requests; allocated at once
+            (`cache_bytes`). Without a flash kernel, steps also need a mask of
+            `max_num_batched_tokens x (cache_tokens + max_num_batched_tokens)` values.
+        max_num_seqs: Most running requests.
+        max_num_batched_tokens: Most tokens of a step; longer prompts are read in several steps.
+        page_size: Tokens of a page of the cache; whole pages are reserved for the greatest length of a request.
+        policy: Scheduling options.
+        eos_token_ids: Tokens that end a request; None for those of the model's generation config.
+        clock: Returns seconds.
+
+    Raises:
+        ScuteError: SC703 (sizes that contradict each other or don't fit into memory, or a model that ranks share),
+            SC809 (a model that transformers can't batch this way).
     """
 
     def __init__(
@@ -59,85 +82,75 @@ class ContinuousBatch:
         served: ServedModel,
         *,
         cache_tokens: int = 8192,
-        requests: int = 32,
-        step_tokens: int = 512,
-        page: int = 16,
-        policy: Policy = FIRST_COME,
-        ends: Sequence[int] | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        page_size: int = 16,
+        policy: Policy = _DEFAULT_POLICY,
+        eos_token_ids: Sequence[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Allocate the cache.
-
-        Args:
-            served: The model with its adapters.
-            cache_tokens: Tokens of all requests that run, prompts and answers; allocated at once (`cache_bytes`).
-                Without a flash kernel, a mask of `step_tokens x (cache_tokens + step_tokens)` values stands beside it.
-            requests: Most requests that run.
-            step_tokens: Most tokens of a step; longer prompts are read in several.
-            page: Tokens of a page of the cache; a request takes whole pages, for all that it may become.
-            policy: Who joins, who is dropped.
-            ends: Tokens that end a request; None: the model's own.
-            clock: Seconds.
-
-        Raises:
-            ScuteError: SC703 (sizes that don't go together, or don't fit the memory; a model that ranks share), SC809
-                (a model that can't be batched this way).
-        """
-        check_alone(served.ranks.size)
-        check_batch_sizes(
+        check_single_rank(served.ranks.size)
+        check_sizes(
             cache_tokens=cache_tokens,
-            requests=requests,
-            step_tokens=step_tokens,
-            page=page,
-            max_num_batched_tokens=served.max_num_batched_tokens,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            model_tokens=served.max_num_batched_tokens,
         )
-        self._served, self._policy, self._clock, self._page = served, policy, clock, page
-        size = CacheSize(tokens=cache_tokens, page=page, requests=requests, step_tokens=step_tokens)
-        self._steps = TransformersBatch(served, size, _ends(served.model) if ends is None else ends)
-        self._capacity = Capacity(
-            requests=requests,
+        self._served, self._policy, self._clock, self._page_size = served, policy, clock, page_size
+        size = CacheSize(
+            tokens=cache_tokens,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        eos = _eos_token_ids(served.model) if eos_token_ids is None else eos_token_ids
+        self._steps = TransformersBatch(served, size, eos)
+        self._limits = BatchLimits(
+            max_num_seqs=max_num_seqs,
             cache_tokens=self._whole_pages(cache_tokens),
-            max_adapters=served.pool.stats().slots,
+            max_adapters=served.pool.stats().max_adapters,
             fits=served.pool.fits,
         )
         self._lock = Lock()
         self._next_key = 1
-        self._inbox: deque[Ticket] = deque()
+        self._submitted: deque[Ticket] = deque()
         self._cancelled: set[int] = set()
         self._queue: dict[int, Ticket] = {}
-        self._members: dict[int, _Member] = {}
+        self._admitted: dict[int, _Admitted] = {}
         self._events: list[Event] = []
-        self._watch = Stopwatch()
+        self._timer = StepTimer()
         self._closed = False
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache, whatever it holds."""
+        """Bytes of the KV cache."""
         return self._steps.cache_bytes
 
     @property
-    def longest(self) -> int:
-        """Most tokens of one request, prompt and answer."""
+    def max_request_tokens(self) -> int:
+        """Most tokens of one request, prompt and answer together."""
         model: Any = self._served.model
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        return min(self._steps.longest, limit if isinstance(limit, int) else self._steps.longest)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        cached = self._steps.max_request_tokens
+        return min(cached, positions if isinstance(positions, int) else cached)
 
     @property
-    def measured(self) -> ServiceTimes | None:
-        """What steps took so far, for early abort; None before there were steps with and without prompts."""
-        return self._watch.times
+    def service_times(self) -> ServiceTimes | None:
+        """Measured service times, for early abort; None before there were steps with and without prompts."""
+        return self._timer.times
 
     @property
-    def open(self) -> int:
-        """Requests that wait or run."""
-        return len(self._inbox) + len(self._queue) + len(self._members)
+    def num_unfinished(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._submitted) + len(self._queue) + len(self._admitted)
 
     def submit(self, request: Request) -> Ticket:
-        """Take a request; it joins when there is room.
+        """Queue a request; it joins the batch when the policy admits it.
 
         Raises:
-            ScuteError: SC802 (no such adapter), SC807 (it can never be served), SC703 (no request, or the batch was
-                closed); nobody else hears of it.
+            ScuteError: SC802 (no such adapter), SC807 (it can never be served), SC703 (fields of other types, or a
+                closed batch). Other requests are not affected.
         """
         if self._closed:
             refuse_closed()
@@ -145,44 +158,44 @@ class ContinuousBatch:
         with self._lock:
             ticket = Ticket(key=self._next_key, request=request, arrived=self._clock())
             self._next_key += 1
-            self._inbox.append(ticket)
+            self._submitted.append(ticket)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Let a request go before the next step, wherever it is; its tokens so far stay."""
+        """End a request before the next step; its tokens so far stay."""
         with self._lock:
             self._cancelled.add(ticket.key)
 
     def run(self) -> Iterator[Event]:
-        """Run steps until nobody waits or runs, and yield what each brings."""
-        while self.open:
+        """Run steps until no request waits or runs, and yield the events of each."""
+        while self.num_unfinished:
             yield from self.step()
 
     def step(self) -> tuple[Event, ...]:
-        """Let requests leave and join, run one step, and return what it brought.
+        """Admit and end requests, run one step, and return its events.
 
-        Where the model breaks off a step, the requests that took part fail with what it raised: the cache holds a part
-        of what they need. Those that wait are served from the next step on.
+        Where the model raises in a step, the requests of the step fail with that error, since their tokens in the cache
+        are incomplete. The queued ones are served from the next step on.
         """
         if self._closed:
             refuse_closed()
-        self._take_in()
-        self._turn_out()
+        self._collect()
+        self._fail_changed_adapters()
         decision = self._decide()
         self._admit(decision)
         self._join()
-        self._hold([member.ticket for member in self._members.values() if member.inside])
-        self._run(decision.upcoming)
+        self._ensure_adapters([admitted.ticket for admitted in self._admitted.values() if admitted.in_steps])
+        self._run(decision.prefetch)
         events, self._events = tuple(self._events), []
         return events
 
     def close(self) -> None:
-        """Cancel what is left, free the cache, and give the model its attention back."""
+        """Cancel all requests, free the cache, and restore the model's attention."""
         if self._closed:
             return
-        self._take_in()
+        self._collect()
         self._closed = True
-        for key in [*self._queue, *self._members]:
+        for key in [*self._queue, *self._admitted]:
             self._end(key, Phase.CANCELLED)
         self._steps.close()
 
@@ -193,25 +206,26 @@ class ContinuousBatch:
         self.close()
 
     def _whole_pages(self, tokens: int) -> int:
-        return -(-tokens // self._page) * self._page
+        return -(-tokens // self._page_size) * self._page_size
 
     def _check(self, request: Request) -> None:
         if request.adapter is not None:
             check_known([request.adapter], self._served.loaded)
-        check_request(request, longest=self.longest, vocabulary=self._steps.vocabulary)
+        check_request(request, max_request_tokens=self.max_request_tokens, vocabulary=self._steps.vocabulary)
 
-    def _take_in(self) -> None:
+    def _collect(self) -> None:
+        """Queue the requests that were submitted since the last step, and end those that were cancelled."""
         with self._lock:
-            arrived, self._inbox = self._inbox, deque()
+            submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, set()
-        self._queue |= {ticket.key: ticket for ticket in arrived}
-        for key in cancelled & (self._queue.keys() | self._members.keys()):
+        self._queue |= {ticket.key: ticket for ticket in submitted}
+        for key in cancelled & (self._queue.keys() | self._admitted.keys()):
             self._end(key, Phase.CANCELLED)
 
-    def _turn_out(self) -> None:
-        """End requests whose adapter went away, or was replaced under them."""
-        members = [(member.ticket, member.facts) for member in self._members.values()]
-        for ticket, facts in [*((ticket, None) for ticket in self._queue.values()), *members]:
+    def _fail_changed_adapters(self) -> None:
+        """Fail requests whose adapter was deleted, or was replaced after they were admitted."""
+        admitted = [(member.ticket, member.facts) for member in self._admitted.values()]
+        for ticket, facts in [*((ticket, None) for ticket in self._queue.values()), *admitted]:
             name = ticket.request.adapter
             if name is None:
                 continue
@@ -225,15 +239,15 @@ class ContinuousBatch:
     def _decide(self) -> Decision:
         if not self._queue:
             return Decision()
-        waiting = [self._waiting(ticket) for ticket in self._queue.values()]
-        running = [self._running(member) for member in self._members.values()]
-        capacity = replace(self._capacity, fits=cache(self._served.pool.fits))
-        return decide(self._policy, capacity, self._clock(), waiting, running)
+        queued = [self._queued(ticket) for ticket in self._queue.values()]
+        running = [self._running(admitted) for admitted in self._admitted.values()]
+        limits = replace(self._limits, fits=cache(self._served.pool.fits))
+        return decide(self._policy, limits, self._clock(), queued, running)
 
-    def _waiting(self, ticket: Ticket) -> Waiting:
+    def _queued(self, ticket: Ticket) -> QueuedRequest:
         request = ticket.request
         within = request.first_token_within
-        return Waiting(
+        return QueuedRequest(
             key=ticket.key,
             adapter=request.adapter,
             prompt_tokens=len(request.prompt),
@@ -243,97 +257,102 @@ class ContinuousBatch:
             deadline=inf if within is None else ticket.arrived + within,
         )
 
-    def _running(self, member: _Member) -> Running:
-        ticket, request = member.ticket, member.ticket.request
-        return Running(
+    def _running(self, admitted: _Admitted) -> RunningRequest:
+        ticket, request = admitted.ticket, admitted.ticket.request
+        return RunningRequest(
             key=ticket.key,
             adapter=request.adapter,
             cache_tokens=self._cache_tokens(request),
-            prompt_left=0 if ticket.tokens else len(request.prompt) - member.read,
+            prompt_left=0 if ticket.tokens else len(request.prompt) - admitted.read,
             new_left=request.max_new_tokens - len(ticket.tokens),
         )
 
     def _admit(self, decision: Decision) -> None:
-        for late in decision.dropped:
-            self._end(late.key, Phase.DROPPED, too_late(self._queue[late.key], late, len(self._queue) - 1))
+        for dropped in decision.dropped:
+            error = late_error(self._queue[dropped.key], dropped, len(self._queue) - 1)
+            self._end(dropped.key, Phase.DROPPED, error)
         for key in decision.admitted:
             ticket = self._queue.pop(key)
             name = ticket.request.adapter
-            self._members[key] = _Member(ticket=ticket, facts=None if name is None else self._served.loaded[name])
+            self._admitted[key] = _Admitted(ticket=ticket, facts=None if name is None else self._served.loaded[name])
             ticket.phase = Phase.RUNNING
-        if self._queue and not self._members:
-            # nothing runs and still the oldest has no room, so something else holds the pool
+        if self._queue and not self._admitted:
+            # nothing runs, and yet the oldest request has no room: leases outside this batch hold the pool
             oldest = next(iter(self._queue.values()))
-            self._hold([oldest])
+            self._ensure_adapters([oldest])
 
     def _join(self) -> None:
-        """Let members into the step; an adapter in host memory comes in during a step of the others."""
+        """Let admitted requests join the steps; an adapter in host memory is prefetched during a step before that."""
         resident = self._served.pool.resident
-        idle = not any(member.inside for member in self._members.values())
-        for key, member in self._members.items():
-            request = member.ticket.request
-            here = request.adapter is None or request.adapter in resident
-            if not member.inside and (here or idle or member.fetched):
-                member.inside = True
+        idle = not any(admitted.in_steps for admitted in self._admitted.values())
+        for key, admitted in self._admitted.items():
+            request = admitted.ticket.request
+            on_device = request.adapter is None or request.adapter in resident
+            if not admitted.in_steps and (on_device or idle or admitted.prefetched):
+                admitted.in_steps = True
                 self._steps.join(key, request.prompt, request.max_new_tokens)
-            member.fetched = True
+            admitted.prefetched = True
 
-    def _hold(self, tickets: Sequence[Ticket]) -> None:
-        """Bring the adapters of these in; while they don't fit, end the newest."""
-        left = list(tickets)
-        while left:
+    def _ensure_adapters(self, tickets: Sequence[Ticket]) -> None:
+        """Make the adapters of these requests resident; while they don't fit, fail the newest request."""
+        remaining = list(tickets)
+        while remaining:
+            with_adapter = [ticket for ticket in remaining if ticket.request.adapter is not None]
             try:
-                self._served.pool.ensure(one.request.adapter for one in left if one.request.adapter is not None)
+                self._served.pool.ensure(
+                    ticket.request.adapter for ticket in with_adapter if ticket.request.adapter is not None
+                )
             except ScuteError as error:
-                newest = max((one for one in left if one.request.adapter is not None), key=lambda one: one.key)
-                left.remove(newest)
+                newest = max(with_adapter, key=lambda ticket: ticket.key)
+                remaining.remove(newest)
                 self._end(newest.key, Phase.FAILED, error)
             else:
                 return
 
-    def _run(self, upcoming: Sequence[str]) -> None:
-        inside = {key: member for key, member in self._members.items() if member.inside}
-        if not inside:
+    def _run(self, prefetch: Sequence[str]) -> None:
+        in_steps = {key: admitted for key, admitted in self._admitted.items() if admitted.in_steps}
+        if not in_steps:
             return
-        coming = [member.ticket.request.adapter for member in self._members.values() if not member.inside]
-        wanted = dict.fromkeys(name for name in (*coming, *upcoming) if name is not None)
-        ahead = tuple(wanted)[: self._capacity.max_adapters]
+        joining = [admitted.ticket.request.adapter for admitted in self._admitted.values() if not admitted.in_steps]
+        wanted = dict.fromkeys(name for name in (*joining, *prefetch) if name is not None)
+        names = tuple(wanted)[: self._limits.max_adapters]
         start = self._clock()
         try:
             progress = self._steps.step(
-                {key: member.ticket.request.adapter for key, member in inside.items()},
-                lambda: self._served.pool.prefetch(ahead),
+                {key: admitted.ticket.request.adapter for key, admitted in in_steps.items()},
+                lambda: self._served.pool.prefetch(names),
             )
         except BaseException as error:
-            for key, member in inside.items():
-                self._end(key, Phase.FAILED, broken_off(member.ticket.request, error))
+            for key, admitted in in_steps.items():
+                self._end(key, Phase.FAILED, step_error(admitted.ticket.request, error))
             if not isinstance(error, Exception):  # the process is being stopped
                 raise
             return
         now = self._clock()
-        prompts = sum(one.read for key, one in progress.items() if not inside[key].ticket.tokens)
-        self._watch.add(now - start, prompts)
-        for key, one in progress.items():
-            self._note(inside[key], one, now)
+        self._timer.add(
+            now - start, sum(step.read for key, step in progress.items() if not in_steps[key].ticket.tokens)
+        )
+        for key, step in progress.items():
+            self._record(in_steps[key], step, now)
 
-    def _note(self, member: _Member, progress: Progress, now: float) -> None:
-        ticket = member.ticket
-        member.read += progress.read
+    def _record(self, admitted: _Admitted, progress: Progress, now: float) -> None:
+        ticket = admitted.ticket
+        admitted.read += progress.read
         new = progress.tokens[len(ticket.tokens) :]
         if not new:
             return
         ticket.first_token = now if ticket.first_token is None else ticket.first_token
         ticket.tokens.extend(new)
         if progress.finished:
-            del self._members[ticket.key]
+            del self._admitted[ticket.key]
             ticket.phase = Phase.DONE
         self._events.append(Event(ticket=ticket, tokens=new, phase=ticket.phase))
 
     def _end(self, key: int, phase: Phase, error: ScuteError | None = None) -> None:
-        member = self._members.pop(key, None)
-        if member is not None and member.inside:
+        admitted = self._admitted.pop(key, None)
+        if admitted is not None and admitted.in_steps:
             self._steps.leave(key)
-        ticket = self._queue.pop(key) if member is None else member.ticket
+        ticket = self._queue.pop(key) if admitted is None else admitted.ticket
         ticket.phase, ticket.error = phase, error
         self._events.append(Event(ticket=ticket, phase=phase))
 
@@ -341,7 +360,7 @@ class ContinuousBatch:
         return self._whole_pages(len(request.prompt) + request.max_new_tokens)
 
 
-def _ends(model: Any) -> tuple[int, ...]:  # noqa: ANN401 - transformers' own class, unannotated
-    """Return the tokens that end an answer, as `generate` takes them."""
-    said = model.generation_config.eos_token_id
-    return () if said is None else tuple(said) if isinstance(said, (list, tuple)) else (said,)
+def _eos_token_ids(model: Any) -> tuple[int, ...]:  # noqa: ANN401 - transformers' own class, unannotated
+    """Return the tokens that end an answer in `generate`."""
+    eos = model.generation_config.eos_token_id
+    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

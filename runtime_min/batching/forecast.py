@@ -1,7 +1,8 @@
-"""When each waiting request would get its first token: the estimate behind early abort, stated as arithmetic.
+"""Forecast of each queued request's first token, which early abort relies on.
 
-A step takes a fixed time, and more for each token of a prompt that it reads. Requests join in the order of arrival as
-soon as there is room, make all the tokens that they asked for, and then leave. All times are seconds on one clock.
+The model of time: a step takes a fixed time, and more for each prompt token that it reads. Requests join in the order
+of arrival as soon as the batch has room, generate as many tokens as they may, and leave. All times are seconds on one
+clock.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ def _always(names: frozenset[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceTimes:
-    """How long steps take."""
+    """Durations of steps."""
 
     step: float
     """Seconds of a step that reads no prompt."""
     prompt_token: float = 0.0
-    """Seconds more per token of a prompt."""
+    """Additional seconds per prompt token."""
 
     def __post_init__(self) -> None:
         if not (self.step > 0 and self.prompt_token >= 0):
@@ -36,58 +37,58 @@ class ServiceTimes:
                 where="service times",
                 found=f"{self.step} s, and {self.prompt_token} s per token",
                 expected="more than 0 s, and at least 0 s",
-                next="measure a few steps, and pass what they took",
+                next="measure a few steps, and pass their durations",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class QueuedRequest:
     """A request in the queue."""
 
     key: int
-    """Unique; of two that arrived at once, the smaller one is the older."""
+    """Unique; of two requests with the same arrival time, the smaller key is the older request."""
     adapter: str | None
     prompt_tokens: int
     new_tokens: int
-    """Most tokens that it may make."""
+    """Most tokens that it may generate."""
     cache_tokens: int
-    """Places of the cache that it takes, at its longest."""
+    """Cache positions that are reserved for it, for its greatest length."""
     arrived: float
     deadline: float = inf
-    """For its first token."""
+    """Of its first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningRequest:
     """A request in the batch."""
 
     key: int
     adapter: str | None
     prompt_left: int
-    """Tokens of its prompt that are still to be read."""
+    """Prompt tokens that steps have not read yet."""
     new_left: int
-    """Tokens that it may still make."""
+    """Tokens that it may still generate."""
     cache_tokens: int
 
 
 @dataclass(slots=True)
-class Batch:
-    """What a batch holds."""
+class BatchLoad:
+    """The requests, cache positions and adapters of a batch."""
 
     requests: int = 0
     cache_tokens: int = 0
     adapters: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, running: Sequence[Running]) -> Batch:
-        """Count what is there."""
-        batch = cls()
-        for one in running:
-            batch.add(one.adapter, one.cache_tokens)
-        return batch
+    def of(cls, running: Sequence[RunningRequest]) -> BatchLoad:
+        """Return the load of running requests."""
+        load = cls()
+        for request in running:
+            load.add(request.adapter, request.cache_tokens)
+        return load
 
     def add(self, adapter: str | None, cache_tokens: int, sign: int = 1) -> None:
-        """Let a request in, or out with a sign of -1."""
+        """Add a request, or remove it with a sign of -1."""
         self.requests += sign
         self.cache_tokens += sign * cache_tokens
         if adapter is not None:
@@ -95,169 +96,173 @@ class Batch:
             if not self.adapters[adapter]:
                 del self.adapters[adapter]
 
-    def knows(self, adapter: str | None) -> bool:
-        """Whether a request with this adapter brings no new one."""
+    def has(self, adapter: str | None) -> bool:
+        """Return whether a request for `adapter` adds no adapter to the batch."""
         return adapter is None or adapter in self.adapters
 
-    def copy(self) -> Batch:
-        """Return one that changes on its own."""
-        return Batch(self.requests, self.cache_tokens, Counter(self.adapters))
+    def copy(self) -> BatchLoad:
+        """Return an independent copy."""
+        return BatchLoad(self.requests, self.cache_tokens, Counter(self.adapters))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
-    """What a batch can hold."""
+class BatchLimits:
+    """The largest load of a batch."""
 
-    requests: int
+    max_num_seqs: int
     cache_tokens: int
     max_adapters: int
     """Distinct adapters."""
     fits: Callable[[frozenset[str]], bool] = _always
-    """Whether these adapters can be on the device together; asked within `max_adapters` only."""
+    """Whether these adapters fit on the device together; called with at most `max_adapters`."""
 
-    def holds(self, batch: Batch, one: Waiting) -> bool:
-        """Whether one more fits."""
-        if batch.requests >= self.requests or batch.cache_tokens + one.cache_tokens > self.cache_tokens:
+    def admit(self, load: BatchLoad, request: QueuedRequest) -> bool:
+        """Return whether a batch of this load has room for one more request."""
+        if load.requests >= self.max_num_seqs or load.cache_tokens + request.cache_tokens > self.cache_tokens:
             return False
-        if one.adapter is None or one.adapter in batch.adapters:
+        if request.adapter is None or request.adapter in load.adapters:
             return True
-        names = frozenset(batch.adapters) | {one.adapter}
+        names = frozenset(load.adapters) | {request.adapter}
         return len(names) <= self.max_adapters and self.fits(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What would become of a queue."""
+    """The forecast of a queue."""
 
     late: dict[int, float]
-    """Key -> when the first token would come, of those that would miss their deadline."""
-    first: frozenset[int]
-    """Who joins the very next step."""
+    """Time of the first token by key, of requests that would miss their deadline."""
+    next_step: frozenset[int]
+    """Keys of the requests that join the next step."""
 
 
 def forecast(
     times: ServiceTimes,
-    capacity: Capacity,
+    limits: BatchLimits,
     now: float,
-    queue: Sequence[Waiting],
-    running: Sequence[Running],
+    queue: Sequence[QueuedRequest],
+    running: Sequence[RunningRequest],
     *,
-    joined: Sequence[Waiting] = (),
+    admitted: Sequence[QueuedRequest] = (),
 ) -> Forecast:
-    """Look ahead. Whoever is late takes no place of anybody behind.
+    """Forecast which requests of a queue would miss their deadlines.
 
-    Someone who would make an older one of the same step late joins a later step.
+    A request that would miss its deadline does not delay later ones. A request whose prompt would make an older request
+    of the same step miss its deadline joins a later step.
 
     Args:
-        times: How long steps take.
-        capacity: What the batch can hold.
+        times: Durations of steps.
+        limits: The largest load of the batch.
         now: The start of the next step.
         queue: In the order in which it is served.
         running: The batch.
-        joined: Who joins the next step ahead of the queue, whatever comes of it.
+        admitted: Requests that join the next step before those of the queue, even if any of them is late.
     """
-    line = _Line(times, capacity, now, running)
+    timeline = _Timeline(times, limits, now, running)
     late: dict[int, float] = {}
-    for one in joined:
-        line.join(one)
-    if line.end > line.strictest:
-        late.update({one.key: line.end for one in joined if one.deadline < line.end})
-    first = {one.key for one in joined}
-    for one in queue:
-        steps, end = line.place(one)
-        if one.deadline < end:
-            late[one.key] = end
-        if steps is None or one.deadline < end:
+    for request in admitted:
+        timeline.join(request)
+    if timeline.end > timeline.earliest_deadline:
+        late.update({request.key: timeline.end for request in admitted if request.deadline < timeline.end})
+    next_step = {request.key for request in admitted}
+    for request in queue:
+        steps, end = timeline.find_step(request)
+        if request.deadline < end:
+            late[request.key] = end
+        if steps is None or request.deadline < end:
             continue
-        line.advance(steps)
-        line.join(one)
-        if line.step == 0:
-            first.add(one.key)
-    return Forecast(late=late, first=frozenset(first))
+        timeline.advance(steps)
+        timeline.join(request)
+        if timeline.step == 0:
+            next_step.add(request.key)
+    return Forecast(late=late, next_step=frozenset(next_step))
 
 
-class _Line:
-    """The batch as time goes on, at the step that is being filled."""
+class _Timeline:
+    """Simulates the batch step by step, at the step that requests currently join."""
 
-    def __init__(self, times: ServiceTimes, capacity: Capacity, now: float, running: Sequence[Running]) -> None:
-        self._times, self._capacity = times, capacity
+    def __init__(self, times: ServiceTimes, limits: BatchLimits, now: float, running: Sequence[RunningRequest]) -> None:
+        self._times, self._limits = times, limits
         self.step = 0
         self._start = now
-        self._batch = Batch.of(running)
-        # a request frees its place before the step of this number
-        self._ends = sorted((one.new_left, one.key, one.adapter, one.cache_tokens) for one in running)
-        self._prompts = sum(one.prompt_left for one in running)
-        self.strictest = inf
-        """The earliest deadline of those that join this step."""
+        self._load = BatchLoad.of(running)
+        # a request leaves before the step of the first number
+        self._departures = sorted(
+            (request.new_left, request.key, request.adapter, request.cache_tokens) for request in running
+        )
+        self._prompt_tokens = sum(request.prompt_left for request in running)
+        self.earliest_deadline = inf
+        """Of the requests that join this step."""
 
     @property
     def end(self) -> float:
-        """When the step is done, as it is filled now."""
-        return self._end(self._start, self._prompts)
+        """When the step ends with the requests that joined it so far."""
+        return self._end(self._start, self._prompt_tokens)
 
-    def _end(self, start: float, prompts: int) -> float:
-        return start + self._times.step + self._times.prompt_token * prompts
+    def _end(self, start: float, prompt_tokens: int) -> float:
+        return start + self._times.step + self._times.prompt_token * prompt_tokens
 
-    def place(self, one: Waiting) -> tuple[int | None, float]:
-        """Return how many steps from here one more can join, and when that step ends; None: never."""
-        batch, ends = self._batch.copy(), iter(self._ends)
+    def find_step(self, request: QueuedRequest) -> tuple[int | None, float]:
+        """Return after how many steps a request can join, None for never, and when the step that it joins ends."""
+        load, departures = self._load.copy(), iter(self._departures)
         steps = 0
-        while not self._capacity.holds(batch, one):
-            gone = next(ends, None)
-            if gone is None:
+        while not self._limits.admit(load, request):
+            departure = next(departures, None)
+            if departure is None:
                 return None, inf
-            batch.add(gone[2], gone[3], sign=-1)
-            steps = max(steps, gone[0] - self.step)
+            step, _, adapter, cache_tokens = departure
+            load.add(adapter, cache_tokens, sign=-1)
+            steps = max(steps, step - self.step)
         if steps == 0:
-            end = self._end(self._start, self._prompts + one.prompt_tokens)
-            if end <= self.strictest or one.deadline < end:
+            end = self._end(self._start, self._prompt_tokens + request.prompt_tokens)
+            if end <= self.earliest_deadline or request.deadline < end:
                 return 0, end
             steps = 1
-        # this step as it is filled, then steps without prompts
+        # this step with its present requests, then steps without prompts
         start = self.end + (steps - 1) * self._times.step
-        return steps, self._end(start, one.prompt_tokens)
+        return steps, self._end(start, request.prompt_tokens)
 
     def advance(self, steps: int) -> None:
-        """Go on by some steps, during which nobody joins."""
+        """Advance by a number of steps that no request joins."""
         if not steps:
             return
         self._start = self.end + (steps - 1) * self._times.step
         self.step += steps
-        self._prompts, self.strictest = 0, inf
-        while self._ends and self._ends[0][0] <= self.step:
-            _, _, adapter, tokens = self._ends.pop(0)
-            self._batch.add(adapter, tokens, sign=-1)
+        self._prompt_tokens, self.earliest_deadline = 0, inf
+        while self._departures and self._departures[0][0] <= self.step:
+            _, _, adapter, cache_tokens = self._departures.pop(0)
+            self._load.add(adapter, cache_tokens, sign=-1)
 
-    def join(self, one: Waiting) -> None:
-        """Let a request into the step."""
-        self._batch.add(one.adapter, one.cache_tokens)
-        self._prompts += one.prompt_tokens
-        self.strictest = min(self.strictest, one.deadline)
-        insort(self._ends, (self.step + one.new_tokens, one.key, one.adapter, one.cache_tokens))
+    def join(self, request: QueuedRequest) -> None:
+        """Add a request to the step."""
+        self._load.add(request.adapter, request.cache_tokens)
+        self._prompt_tokens += request.prompt_tokens
+        self.earliest_deadline = min(self.earliest_deadline, request.deadline)
+        insort(self._departures, (self.step + request.new_tokens, request.key, request.adapter, request.cache_tokens))
 
 
-class Stopwatch:
-    """What steps with and without prompts took."""
+class StepTimer:
+    """Estimates service times from the durations of steps with and without prompts."""
 
     def __init__(self) -> None:
-        self._plain, self._plain_steps = 0.0, 0
-        self._reading, self._reading_steps, self._prompt_tokens = 0.0, 0, 0
+        self._decode_seconds, self._decode_steps = 0.0, 0
+        self._prompt_seconds, self._prompt_steps, self._prompt_tokens = 0.0, 0, 0
 
     def add(self, seconds: float, prompt_tokens: int) -> None:
         """Count a step."""
         if prompt_tokens:
-            self._reading += seconds
-            self._reading_steps += 1
+            self._prompt_seconds += seconds
+            self._prompt_steps += 1
             self._prompt_tokens += prompt_tokens
         else:
-            self._plain += seconds
-            self._plain_steps += 1
+            self._decode_seconds += seconds
+            self._decode_steps += 1
 
     @property
     def times(self) -> ServiceTimes | None:
-        """Means of all steps."""
-        if not self._plain > 0 or not self._prompt_tokens:
+        """Means over all steps; None before there were steps of both kinds."""
+        if not self._decode_seconds > 0 or not self._prompt_tokens:
             return None
-        step = self._plain / self._plain_steps
-        more = (self._reading - step * self._reading_steps) / self._prompt_tokens
-        return ServiceTimes(step=step, prompt_token=max(0.0, more))
+        step = self._decode_seconds / self._decode_steps
+        additional = (self._prompt_seconds - step * self._prompt_steps) / self._prompt_tokens
+        return ServiceTimes(step=step, prompt_token=max(0.0, additional))

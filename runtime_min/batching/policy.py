@@ -1,6 +1,7 @@
-"""Who joins the next step and who is told no: a pure function of the queue, the batch, the clock and an estimate.
+"""Admission: which queued requests join the next step, and which are dropped.
 
-After S-LoRA (arXiv:2311.03285): adapter clustering and early abort. Nothing here knows of models or of torch.
+The decision is a pure function of the queue, the batch, the clock and a forecast. It follows S-LoRA
+(arXiv:2311.03285): adapter clustering and early abort.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ from dataclasses import dataclass
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.runtime_min.batching.forecast import (
-    Batch,
-    Capacity,
+    BatchLimits,
+    BatchLoad,
     Forecast,
-    Running,
+    QueuedRequest,
+    RunningRequest,
     ServiceTimes,
-    Waiting,
     forecast,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How a queue is served. As it stands: in the order of arrival, and nobody is dropped."""
+    """Scheduling options of a queue. The default serves requests in the order of arrival, and drops none."""
 
     patience: float = 0.0
-    """Seconds for which a request may be overtaken by later ones whose adapter is in the batch already (clustering).
-    Whoever waits longer is served before all later ones, so nobody starves."""
+    """Clustering: requests whose adapter is in the batch may be scheduled ahead of others for up to that many seconds.
+    A request that has waited longer is served before all later ones, so none starves."""
     early_abort: ServiceTimes | None = None
-    """Drop requests that can't meet their deadline by this estimate; None: never."""
+    """Service times by which requests that can't meet their deadline are dropped; None to drop none."""
 
     def __post_init__(self) -> None:
         if not self.patience >= 0:
@@ -37,7 +38,7 @@ class Policy:
                 where="patience",
                 found=f"{self.patience} s",
                 expected="at least 0 s",
-                next="pass the seconds for which a request may be overtaken; 0 for the order of arrival",
+                next="pass the seconds for which others may be scheduled ahead of a request; 0 for none",
             )
 
 
@@ -46,110 +47,118 @@ class Dropped:
     """A request that can't meet its deadline."""
 
     key: int
-    expected: float
-    """When its first token would have come; on the clock of `now`."""
+    first_token: float
+    """Forecast time of its first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of the queue before one step; who isn't named waits on."""
+    """The decision before one step; all other requests stay queued."""
 
     admitted: tuple[int, ...] = ()
-    """Keys, in the order in which they were chosen."""
+    """Keys, in the order of admission."""
     dropped: tuple[Dropped, ...] = ()
-    upcoming: tuple[str, ...] = ()
-    """Adapters of those that wait on, each once, in the order of arrival: what to prefetch."""
+    prefetch: tuple[str, ...] = ()
+    """Adapters of the requests that stay queued, each once, in the order of arrival."""
 
 
 def decide(
-    policy: Policy, capacity: Capacity, now: float, waiting: Iterable[Waiting], running: Sequence[Running]
+    policy: Policy,
+    limits: BatchLimits,
+    now: float,
+    queued: Iterable[QueuedRequest],
+    running: Sequence[RunningRequest],
 ) -> Decision:
-    """Choose from a queue.
+    """Decide which requests join the next step, and which are dropped.
 
-    - Nothing is admitted beyond the capacity.
-    - A request that has waited for the policy's patience is never overtaken. The others may be, by those whose adapter
-      is in the batch, and by those that fit where an older one doesn't.
-    - With early abort, a request is dropped exactly if the forecast, in the order of arrival, gives it its first token
-      after its deadline, though only older ones that meet theirs are ahead of it: under overload the newest go first.
-      Nobody overtakes at the price of another's deadline.
+    - The batch never exceeds its limits.
+    - No request is scheduled ahead of an older one that has waited for the policy's patience. Before that, requests
+      whose adapter is in the batch go first, and requests that fit go ahead of older ones that don't.
+    - With early abort, a request is dropped if the forecast of its first token is after its deadline. The forecast
+      serves requests in the order of arrival, and dropped ones don't delay later ones; so under overload the newest
+      requests are dropped. No request goes first if another would then miss its deadline.
 
     Args:
-        policy: The options.
-        capacity: What the batch can hold.
+        policy: The scheduling options.
+        limits: The largest load of the batch.
         now: The clock, seconds.
-        waiting: The queue, in any order.
-        running: The batch, with those that will join its next step.
+        queued: The queue, in any order.
+        running: The batch, with the requests that join its next step already.
     """
-    queue = sorted(waiting, key=lambda one: (one.arrived, one.key))
+    queue = sorted(queued, key=lambda request: (request.arrived, request.key))
     plan: Forecast | None = None
     dropped: tuple[Dropped, ...] = ()
     if policy.early_abort is not None:
-        plan = forecast(policy.early_abort, capacity, now, queue, running)
-        dropped = tuple(Dropped(key=key, expected=time) for key, time in plan.late.items())
-        queue = [one for one in queue if one.key not in plan.late]
-    choice = _Choice(policy, capacity, now, queue, running, plan)
-    admitted = choice.made()
-    left = [one.adapter for one in queue if one.key not in admitted and one.adapter is not None]
-    return Decision(admitted=tuple(admitted), dropped=dropped, upcoming=tuple(dict.fromkeys(left)))
+        plan = forecast(policy.early_abort, limits, now, queue, running)
+        dropped = tuple(Dropped(key=key, first_token=time) for key, time in plan.late.items())
+        queue = [request for request in queue if request.key not in plan.late]
+    admitted = _Admission(policy, limits, now, queue, running, plan).run()
+    left = [request.adapter for request in queue if request.key not in admitted and request.adapter is not None]
+    return Decision(admitted=tuple(admitted), dropped=dropped, prefetch=tuple(dict.fromkeys(left)))
 
 
-class _Choice:
-    """One step's admissions."""
+class _Admission:
+    """Admits requests to one step."""
 
     def __init__(
         self,
         policy: Policy,
-        capacity: Capacity,
+        limits: BatchLimits,
         now: float,
-        queue: Sequence[Waiting],
-        running: Sequence[Running],
+        queue: Sequence[QueuedRequest],
+        running: Sequence[RunningRequest],
         plan: Forecast | None,
     ) -> None:
-        self._policy, self._capacity, self._now, self._running = policy, capacity, now, running
+        self._policy, self._limits, self._now, self._running = policy, limits, now, running
         self._plan = plan
-        self._left = list(queue)
-        self._joined: list[Waiting] = []
-        self._batch = Batch.of(running)
+        self._queue = list(queue)
+        self._admitted: list[QueuedRequest] = []
+        self._load = BatchLoad.of(running)
 
-    def made(self) -> list[int]:
-        """Return the keys of those that are admitted."""
-        if self._old_join():
-            self._young_join()
-        return [one.key for one in self._joined]
+    def run(self) -> list[int]:
+        """Return the keys of the admitted requests."""
+        if self._admit_in_order():
+            self._admit_clustered()
+        return [request.key for request in self._admitted]
 
-    def _old_join(self) -> bool:
-        """Admit those whom nobody may overtake; return whether all of them are in."""
+    def _admit_in_order(self) -> bool:
+        """Admit the requests that have waited for the patience, in order; return whether all were admitted."""
         patience = self._policy.patience
-        for one in [one for one in self._left if self._now - one.arrived >= patience]:
-            on_time = self._plan is None or one.key in self._plan.first
-            if not (on_time and self._capacity.holds(self._batch, one)):
+        for request in [request for request in self._queue if self._now - request.arrived >= patience]:
+            planned = self._plan is None or request.key in self._plan.next_step
+            if not (planned and self._limits.admit(self._load, request)):
                 return False
-            self._join(one)
+            self._admit(request)
         return True
 
-    def _young_join(self) -> None:
-        """Admit the others: first those whose adapter is in the batch, then the oldest that brings a new one."""
-        out: set[int] = set()
+    def _admit_clustered(self) -> None:
+        """Admit other requests: those whose adapter is in the batch, then the oldest that adds one, and so on."""
+        skipped: set[int] = set()
         while True:
-            candidates = [one for one in self._left if one.key not in out and self._capacity.holds(self._batch, one)]
+            candidates = [
+                request
+                for request in self._queue
+                if request.key not in skipped and self._limits.admit(self._load, request)
+            ]
             if not candidates:
                 return
-            known = (one for one in candidates if self._batch.knows(one.adapter))
-            one = next(known, candidates[0])
-            if self._harms_nobody(one):
-                self._join(one)
+            clustered = (request for request in candidates if self._load.has(request.adapter))
+            request = next(clustered, candidates[0])
+            if self._keeps_deadlines(request):
+                self._admit(request)
             else:
-                out.add(one.key)
+                skipped.add(request.key)
 
-    def _harms_nobody(self, one: Waiting) -> bool:
+    def _keeps_deadlines(self, request: QueuedRequest) -> bool:
+        """Return whether no request misses its deadline if `request` is admitted now."""
         if self._policy.early_abort is None:
             return True
-        joined = [*self._joined, one]
-        others = [other for other in self._left if other.key != one.key]
-        then = forecast(self._policy.early_abort, self._capacity, self._now, others, self._running, joined=joined)
-        return not then.late
+        admitted = [*self._admitted, request]
+        others = [other for other in self._queue if other.key != request.key]
+        plan = forecast(self._policy.early_abort, self._limits, self._now, others, self._running, admitted=admitted)
+        return not plan.late
 
-    def _join(self, one: Waiting) -> None:
-        self._left.remove(one)
-        self._joined.append(one)
-        self._batch.add(one.adapter, one.cache_tokens)
+    def _admit(self, request: QueuedRequest) -> None:
+        self._queue.remove(request)
+        self._admitted.append(request)
+        self._load.add(request.adapter, request.cache_tokens)

@@ -1,4 +1,4 @@
-"""Requests of a continuous batch, and what their owners hear of them."""
+"""Requests of a continuous batch: what a caller submits, and the states and events that it gets back."""
 
 from __future__ import annotations
 
@@ -6,61 +6,68 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from scute_compile.diagnostics import ScuteError
+from scute_compile.runtime_min.model.checks import BASE
 
 
 class Phase(StrEnum):
-    """Where a request is."""
+    """The phase of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
     CANCELLED = "cancelled"
     DROPPED = "dropped"
-    """It would have missed its deadline."""
+    """Dropped by early abort, since it would have missed its deadline."""
     FAILED = "failed"
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the request has ended."""
         return self not in {Phase.WAITING, Phase.RUNNING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a caller asks for; tokens are chosen greedily."""
+    """A prompt to continue, with greedy decoding."""
 
     prompt: tuple[int, ...]
     """Token ids, at least one."""
-    adapter: str | None = None
-    """None: the base alone."""
+    adapter_name: str | None = None
+    """The name of a loaded adapter; None or `"__base__"` for the base alone."""
     max_new_tokens: int = 64
     first_token_within: float | None = None
-    """Seconds from `submit`; heeded where early abort is on."""
+    """Deadline of the first token, in seconds from `submit`; only early abort uses it."""
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter; None for the base."""
+        return None if self.adapter_name == BASE else self.adapter_name
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """A request that was submitted; the batch keeps it up to date."""
+    """The state of a submitted request, which the batch updates."""
 
     key: int
+    """Unique in the batch; requests that were submitted earlier have smaller keys."""
     request: Request
     arrived: float
-    """On the batch's clock."""
+    """Time of `submit` on the batch's clock."""
     phase: Phase = Phase.WAITING
     tokens: list[int] = field(default_factory=list)
-    """Made so far; one that ends the request is the last of them."""
+    """Generated tokens so far; a token that ends the request is the last one."""
     first_token: float | None = None
-    """When it came, on the batch's clock."""
+    """Time of the first token on the batch's clock."""
     error: ScuteError | None = None
-    """Why it was dropped or failed."""
+    """Why the request was dropped or failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What one step brought to one request."""
+    """The result of one step for one request."""
 
     ticket: Ticket
     tokens: tuple[int, ...] = ()
-    """The new ones."""
+    """The tokens that the step generated."""
     phase: Phase
-    """After the step."""
+    """The phase after the step."""

@@ -14,7 +14,7 @@ import torch
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.artifact import Artifact
 from scute_compile.ir.target import LoraSharding
-from scute_compile.runtime_min.pool.fully_sharded import check_met
+from scute_compile.runtime_min.pool.fully_sharded import check_exchanges
 from scute_compile.runtime_min.ranks.cut import LayerCut, connect, cut_layers, exchanges_of, put_parts
 from scute_compile.runtime_min.ranks.exchange import TermExchange
 from scute_compile.runtime_min.ranks.group import RankGroup
@@ -65,7 +65,7 @@ class RankPart:
                 )
         if self.lora_sharding is artifact.manifest.lora_sharding is LoraSharding.FULL:
             exchanges = {site: self.exchanges.get(path) for site, path in paths.items()}
-            check_met(name, artifact.manifest, self.ranks.rank, exchanges)
+            check_exchanges(name, artifact.manifest, self.ranks.rank, exchanges)
 
 
 def cut_for_rank(

@@ -39,8 +39,9 @@ from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.ranks.exchange import TermExchange
 from scute_compile.runtime_min.ranks.group import RankGroup
-from scute_compile.runtime_min.step.layer import ServedLinear, StepState
-from scute_compile.runtime_min.step.writer import LoadedFacts, StepSizes, StepWriter
+from scute_compile.runtime_min.step.arguments import PoolTensors
+from scute_compile.runtime_min.step.layer import LoadedFacts, ServedLinear, StepState
+from scute_compile.runtime_min.step.writer import StepLimits, StepWriter
 
 AdapterNames = Sequence[str | None]
 """A list or tuple with the adapter of each row of a batch; None or `"__base__"` for the base alone."""
@@ -111,17 +112,17 @@ class ServedModel:
             shared_bytes=bytes_of(shared_bytes, name="shared_bytes", least=0),
         )
         self._reader = AdapterReader(pool=self.pool, part=part, convert=convert, base_structure=base_structure)
-        state = _state(self.pool)
-        sizes = StepSizes(
-            max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+        # any int32 tensor is the buffer until the first step is written
+        self._step = StepState(tables=PoolTensors.of(self.pool.memory), buffer=self.pool.memory.page_map)
+        limits = StepLimits(
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_lora_rank=max_lora_rank,
-            max_adapters=max_adapters,
             fixed=fixed,
             shares=part.shares,
         )
-        self._writer = StepWriter(self.pool, state, sizes)
-        self._layers = _served_layers(linears, state, part.exchanges)
+        self._writer = StepWriter(self.pool, limits)
+        self._layers = _served_layers(linears, self._step, part.exchanges)
         for layer in self._layers:
             put_layer(model, layer.name, layer)
         self._loaded: dict[str, LoadedFacts] = {}
@@ -177,7 +178,7 @@ class ServedModel:
     @property
     def max_num_batched_tokens(self) -> int:
         """Most tokens of a step."""
-        return self._writer.sizes.max_num_batched_tokens
+        return self._writer.max_tokens
 
     @property
     def layers(self) -> Mapping[str, ServedLinear]:
@@ -288,7 +289,7 @@ class ServedModel:
         """
         names = names_per_token(adapter_names, tokens)
         with self._leased(names):
-            self._writer.write(names)
+            self._write_tokens(names)
             yield
 
     def compile(self, **options: Any) -> None:  # noqa: ANN401 - torch.compile's own
@@ -317,12 +318,11 @@ class ServedModel:
         """Hold the batch's adapters on the device, and activate the layers that they touch."""
         check_usable(removed=self._removed, running=self._running)
         names = tuple(dict.fromkeys(name for name in adapter_names if name is not None))
-        fixed = self._writer.sizes.fixed
+        fixed = self._writer.limits.fixed
         with self._exclusive(), ExitStack() as stack:
-            if not names and not fixed:
-                self._writer.begin(None)
-            else:
-                self._writer.begin(stack.enter_context(self.pool.in_use(names)))
+            if names or fixed:
+                self._writer.hold(names)
+                stack.callback(self._writer.release)
                 stack.callback(self._activate, ())  # direct calls of the model run the base
                 self._activate(tuple(self._loaded) if fixed else names)
             yield
@@ -346,7 +346,14 @@ class ServedModel:
         """Write the step of one call, whose rows may be several per name, next to each other, as beams are."""
         rows, length = shape
         tokens = rows // len(adapter_names) * length
-        self._writer.write([name for name in adapter_names for _ in range(tokens)])
+        self._write_tokens([name for name in adapter_names for _ in range(tokens)])
+
+    def _write_tokens(self, names: AdapterNames) -> None:
+        """Write a step with an adapter per token; without adapters no layer reads one."""
+        self._step.tokens = len(names)
+        if self._writer.held:
+            self._writer.write(names)
+            self._step.set_launch(*self._writer.arguments())
 
     def _read(self, source: Artifact | Path | str, name: str, check: Callable[[], None]) -> PackedAdapter:
         """Read an adapter on all ranks or on none, with as many pages on each, and fit the step's buffers to it."""
@@ -361,7 +368,7 @@ class ServedModel:
             if self.ranks.size > 1:
                 packed = with_equal_pages(packed, self.ranks, memory.pages.device, self._reader.factors)
             check_size(packed, pages=len(memory.pages), shared=len(memory.shared))
-            self._writer.fit((self._loaded | {name: LoadedFacts.of(packed)}).values())
+            self._writer.fit(packed)
         return packed
 
 
@@ -383,8 +390,6 @@ def _pool(
             dtype=weight.dtype if dtype is None else dtype,
             device=weight.device,
             shared_pages=pages_of(shared_bytes),
-            tp=part.ranks.size,
-            rank=part.ranks.rank,
         )
 
 
@@ -400,17 +405,6 @@ def _entries(path: str, layer: torch.nn.Module, exchange: TermExchange | None) -
         )
         for part in (exchange.parts(outputs) if exchange else (None,))
     ]
-
-
-def _state(pool: ResidentPool) -> StepState:
-    memory = pool.memory
-    return StepState(
-        pages=memory.pages,
-        page_map=memory.page_map,
-        directory=memory.directory,
-        shared=memory.shared,
-        buffer=memory.page_map,  # any int32 tensor, until the first step is written
-    )
 
 
 def _served_layers(

@@ -1,1 +1,1 @@
-"""What checks the runtime: simulated ranks, PEFT, verification. Shares no code with pool, step or model."""
+"""Oracles for the runtime: simulated ranks, PEFT, verification. Shares no code with pool, step, model and ranks."""

@@ -1,4 +1,4 @@
-"""A transformers model that serves an adapter per batch row, computed by the reference operations."""
+"""A transformers model with an adapter per batch row, computed by the reference operations."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from scute_compile.runtime_min.oracle.site_tensors import LoadedSite, load_sites
 
 
 class AdaptedModel:
-    """Adapts the linear layers of a model in place, row by row of the batch.
+    """Adapts the linear layers of a model by hooks, one adapter or none per row of the batch.
 
-    The model's own layers run first and are left as they are for rows without an adapter, bit for bit; the other rows
-    are computed anew from the layer's weight, with all of a site's tensors and one rounding. An artifact for several
-    ranks is executed by simulated ranks, each with its own file.
+    The model's layers run first, and their output is kept bit for bit for rows without an adapter. The other rows are
+    recomputed from the layer's weight with all of the site's tensors and one rounding. Artifacts for several ranks run
+    on simulated ranks, each with its own file.
 
     Args:
-        model: A transformers model (or any module) whose layers the artifacts name; it keeps its own forward.
-        adapters: Adapter id -> artifact, or the folder of one.
+        model: A transformers model, or any module whose layers the artifacts name.
+        adapters: Opened artifacts, or their folders, by adapter name.
 
     Raises:
-        ScuteError: the artifact's own faults (SC6xx), or SC402 when its sites aren't layers of this model.
+        ScuteError: SC402 when sites aren't layers of this model, and the artifact's faults (SC6xx).
     """
 
     def __init__(self, model: torch.nn.Module, adapters: Mapping[str, Artifact | Path | str]) -> None:
         self.model = model
         self._sites: dict[str, dict[str, LoadedSite]] = {}
         self._rows: tuple[str | None, ...] = ()
-        self._ids = tuple(adapters)
+        self._names = tuple(adapters)
         factors: dict[str, torch.Tensor] = {}
         device = next(model.parameters()).device
         linears = linear_layers(model)
-        for adapter, source in adapters.items():
+        for adapter_name, source in adapters.items():
             artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
             found = match_sites(artifact, linears).mapping
             for name, site in load_sites(artifact, factors, device).items():
                 _check_shape(site, linears[found[name]], artifact.manifest.name)
-                self._sites.setdefault(found[name], {})[adapter] = site
+                self._sites.setdefault(found[name], {})[adapter_name] = site
         self._handles = [
             linears[layer].register_forward_hook(_Hook(self, sites), with_kwargs=True)
             for layer, sites in self._sites.items()
@@ -53,11 +53,11 @@ class AdaptedModel:
 
     @property
     def rows(self) -> tuple[str | None, ...]:
-        """The adapter of each batch row in the current call."""
+        """The adapter of each row of the batch, None for the base."""
         return self._rows
 
     def forward(self, *args: object, adapter_names: Sequence[str | None], **kwargs: object) -> object:
-        """Run the model with one adapter id, or None for the base alone, per row of the batch."""
+        """Run the model with one adapter name per row of the batch, None for the base."""
         with self.using(adapter_names):
             return self.model(*args, **kwargs)
 
@@ -65,17 +65,17 @@ class AdaptedModel:
 
     @contextmanager
     def using(self, adapter_names: Sequence[str | None]) -> Iterator[None]:
-        """Set the adapters of the batch rows for every call of the model inside the block.
+        """Set the adapters of the batch rows for all calls of the model inside the block.
 
         Raises:
-            ScuteError: SC703 for an id that no adapter has.
+            ScuteError: SC703 for an unknown name.
         """
-        if unknown := next((one for one in adapter_names if one is not None and one not in self._ids), None):
+        if unknown := next((name for name in adapter_names if name is not None and name not in self._names), None):
             fail(
                 Code.SC703,
                 where="adapter_names",
-                found=f"the adapter id `{unknown}`",
-                expected="one of " + ", ".join(f"`{one}`" for one in self._ids) + ", or None for the base",
+                found=f"the adapter name `{unknown}`",
+                expected="one of " + ", ".join(f"`{name}`" for name in self._names) + ", or None for the base",
                 next="load the adapter when the model is made",
             )
         before, self._rows = self._rows, tuple(adapter_names)
@@ -85,7 +85,7 @@ class AdaptedModel:
             self._rows = before
 
     def remove(self) -> None:
-        """Give the model back as it was."""
+        """Remove the hooks from the model."""
         for hook in self._handles:
             hook.remove()
         self._handles = []
@@ -100,7 +100,7 @@ class AdaptedModel:
 
 
 class _Hook:
-    """Replaces the adapted rows of one layer's output."""
+    """Replaces the rows with adapters in one layer's output."""
 
     __slots__ = ("owner", "sites")
 
@@ -111,31 +111,31 @@ class _Hook:
     def __call__(
         self, layer: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor], y: torch.Tensor
     ) -> torch.Tensor:
-        adapters = self.owner.rows
-        if not any(adapter in self.sites for adapter in adapters):
+        names = self.owner.rows
+        if not any(name in self.sites for name in names):
             return y
         x = args[0] if args else next(iter(kwargs.values()))
-        rows = _rows_of(adapters, x.shape[0])
+        rows = _spread(names, x.shape[0])
         weight, bias = weight_and_bias(layer)
         out = y.clone()
-        for adapter, site in self.sites.items():
-            chosen = torch.tensor([row for row, owner in enumerate(rows) if owner == adapter], device=x.device)
+        for adapter_name, site in self.sites.items():
+            chosen = torch.tensor([row for row, name in enumerate(rows) if name == adapter_name], device=x.device)
             if len(chosen):
                 out[chosen] = run_site(x[chosen], weight, bias, site).to(y.dtype)
         return out
 
 
-def _rows_of(adapters: tuple[str | None, ...], rows: int) -> tuple[str | None, ...]:
-    """Return the adapter of each entry of a layer's first dimension; some layers flatten batch and position into it."""
-    if not adapters or rows % len(adapters):
+def _spread(adapter_names: tuple[str | None, ...], rows: int) -> tuple[str | None, ...]:
+    """Return the adapter of each index of a layer's first axis, into which some models flatten batch and position."""
+    if not adapter_names or rows % len(adapter_names):
         fail(
             Code.SC703,
             where="adapter_names",
-            found=f"{len(adapters)} adapter ids for {rows} rows",
-            expected="one id per row of the batch",
+            found=f"{len(adapter_names)} adapter names for {rows} rows",
+            expected="one name per row of the batch",
             next="pass None for rows that the base serves alone",
         )
-    return tuple(adapter for adapter in adapters for _ in range(rows // len(adapters)))
+    return tuple(name for name in adapter_names for _ in range(rows // len(adapter_names)))
 
 
 def _check_shape(site: LoadedSite, layer: torch.nn.Module, adapter: str) -> None:

@@ -1,9 +1,10 @@
-"""Fully sharded low-rank terms: what a rank computes alone, before and after the ranks exchange the intermediate.
+"""Fully sharded low-rank terms: what one rank computes before and after the ranks exchange the intermediate.
 
-The layout is S-LoRA's (arXiv:2311.03285 section 6). Column-parallel site: each rank's rows of A and entries of d give
-it some entries of the intermediate, all ranks gather all entries, and each multiplies its own columns of B.
-Row-parallel site: each rank's inputs give partial sums of the whole intermediate, these are added over the ranks, and
-each rank expands to its own interval of the outputs, inside the partial output that the ranks add up anyway.
+The layout is S-LoRA's (arXiv:2311.03285 section 6). Column-parallel site: each rank computes some entries of the
+intermediate from its rows of A and entries of d, an all-gather gives every rank all entries, and each rank multiplies
+them by its columns of B. Row-parallel site: each rank computes partial sums of the whole intermediate from its inputs,
+an all-reduce adds them, and each rank expands to its interval of the outputs, inside the partial outputs that the ranks
+add anyway.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ from scute_compile.runtime_min.reference import TermTensors, expand, shrink, wid
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FullyShardedTerm:
-    """One rank's part of a term. Exactly one of `rows` and `columns` is there."""
+    """One rank's part of a term; either `rows` or `columns` is set."""
 
     tensors: TermTensors
     """Column site: A `(rows, K)`, d `(rows,)`, B `(R, N)`, e `(N,)`. Row site: A `(R, K)`, d `(R,)`, B `(R, columns)`,
-    e `(columns,)`. K and N are what the rank holds of the site."""
+    e `(columns,)`. K and N are the rank's inputs and outputs of the site."""
     rows: Interval | None = None
-    """The interval of the term's rank that this rank computes, of a column-parallel site."""
+    """Column site: the interval of the term's rank that this rank computes."""
     columns: Interval | None = None
-    """The interval of the outputs that this rank adds to, of a row-parallel site."""
+    """Row site: the interval of the outputs to which this rank expands."""
 
     @property
-    def gathered(self) -> bool:
-        """Whether ranks put their entries side by side; they add them up otherwise."""
+    def all_gathered(self) -> bool:
+        """Whether the ranks' entries are concatenated (column site); partial sums are added otherwise (row site)."""
         return self.rows is not None
 
 
 def shrink_part(x_TK: torch.Tensor, term: FullyShardedTerm) -> torch.Tensor:
     """Return this rank's part of the intermediate.
 
-    **Semantics**: column site, `(x @ a.T) * d`, `(..., rows)`; row site, `x @ a.T`, `(..., R)`, to be added over ranks.
+    **Semantics**: column site, `(x @ a.T) * d`, `(..., rows)`; row site, `x @ a.T`, `(..., R)`, a partial sum.
 
     Args:
-        x_TK: What the rank holds of the layer's input.
+        x_TK: The rank's part of the layer's input.
         term: The rank's part of the term.
     """
-    return shrink(x_TK, term.tensors.a, term.tensors.d if term.gathered else None)
+    return shrink(x_TK, term.tensors.a, term.tensors.d if term.all_gathered else None)
 
 
 def add_part(y_TN: torch.Tensor, h_TR: torch.Tensor, term: FullyShardedTerm) -> torch.Tensor:
-    """Return `y` plus what this rank adds of the term; in the wide dtype.
+    """Return `y` plus this rank's part of the term, in the wide dtype.
 
     **Semantics**: column site, `y + (h @ b) * e`; row site, `y[:, columns] += ((h * d) @ b) * e`.
 
     Args:
-        y_TN: The rank's outputs `(..., N)` of a column site, or its partial sums of all outputs of a row site.
+        y_TN: Column site: the rank's outputs `(..., N)`. Row site: its partial sums of all outputs.
         h_TR: The whole intermediate.
         term: The rank's part of the term.
     """

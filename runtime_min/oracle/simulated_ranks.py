@@ -1,7 +1,7 @@
-"""Tensor parallelism, simulated: every rank multiplies its own shard of the base with its own file's tensors.
+"""Simulated tensor parallelism: every rank computes with its shard of the base and the tensors of its own file.
 
-The ranks' files are never joined. Column-parallel: each rank's outputs are put at their place. Row-parallel: partial
-sums stay wide, are added, and only one rank adds the base's bias and the shift. With one rank it is the plain layer.
+The ranks' files are never joined. Column-parallel: the ranks' outputs are concatenated. Row-parallel: partial sums stay
+in the wide dtype until they are added, and one rank alone adds the base's bias and the shift.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scute_compile.runtime_min.reference import apply_site, rotate, take, wide
 def run_site(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, site: LoadedSite
 ) -> torch.Tensor:
-    """Return an adapted layer's output as its ranks compute it together.
+    """Return an adapted layer's output, computed rank by rank.
 
     Args:
         x_TK: The layer's input `(..., in)`.
@@ -30,16 +30,16 @@ def run_site(
     Returns:
         `(..., out)` in the dtype of `x`, rounded once.
     """
-    hs = exchange(x_TK, site.ranks)
+    hs = exchanged(x_TK, site.ranks)
     if site.record.split is Split.ROW:
         partial = [_run_rank(x_TK, weight_NK, bias_N, rank, hs) for rank in site.ranks]
         total = partial[0]
-        for one in partial[1:]:
-            total = total + one
+        for part in partial[1:]:
+            total = total + part
         return total.to(x_TK.dtype)
     if site.record.split is Split.COLUMN:
         out_TN = x_TK.new_empty((*x_TK.shape[:-1], site.record.out_features))
-        for rank in reversed(site.ranks):  # where ranks hold copies, the first one's stay
+        for rank in reversed(site.ranks):  # where several ranks hold an output, the first rank's is kept
             part = _run_rank(x_TK, weight_NK, bias_N, rank, hs).to(x_TK.dtype)
             position = 0
             for start, stop in rank.outputs:
@@ -50,13 +50,13 @@ def run_site(
     return _run_rank(x_TK, weight_NK, bias_N, whole, hs).to(x_TK.dtype)
 
 
-def exchange(x_TK: torch.Tensor, ranks: Sequence[RankSite]) -> tuple[torch.Tensor, ...]:
-    """Return the whole intermediate of every fully sharded term, as the ranks have it after they exchanged theirs."""
-    whole = []
-    for parts in zip(*(rank.sharded for rank in ranks), strict=True):
-        held = [shrink_part(take(x_TK, -1, rank.inputs), part) for rank, part in zip(ranks, parts, strict=True)]
-        whole.append(torch.cat(held, -1) if parts[0].gathered else torch.stack(held).sum(0))
-    return tuple(whole)
+def exchanged(x_TK: torch.Tensor, ranks: Sequence[RankSite]) -> tuple[torch.Tensor, ...]:
+    """Return the whole intermediate of every fully sharded term, from the parts of all ranks."""
+    intermediates = []
+    for terms in zip(*(rank.fully_sharded for rank in ranks), strict=True):
+        parts = [shrink_part(take(x_TK, -1, rank.inputs), term) for rank, term in zip(ranks, terms, strict=True)]
+        intermediates.append(torch.cat(parts, -1) if terms[0].all_gathered else torch.stack(parts).sum(0))
+    return tuple(intermediates)
 
 
 def _run_rank(
@@ -66,7 +66,7 @@ def _run_rank(
     rank: RankSite,
     hs: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return what one rank computes, in the wide dtype; `hs` are the intermediates of fully sharded terms."""
+    """Return one rank's output in the wide dtype; `hs` are the whole intermediates of fully sharded terms."""
     dtype = wide(x_TK, weight_NK)
     x = take(x_TK, -1, rank.inputs).to(dtype)
     weight = take(take(weight_NK, 0, rank.outputs), 1, rank.inputs).to(dtype)
@@ -78,6 +78,6 @@ def _run_rank(
     if tensors.rotation is not None and tensors.delta is not None:
         delta_y = rotate(x, tensors.delta, tensors.rotation) @ weight.T
     out = apply_site(y, x, delta_y, tensors, out_dtype=dtype)
-    for h, term in zip(hs, rank.sharded, strict=True):
+    for h, term in zip(hs, rank.fully_sharded, strict=True):
         out = add_part(out, h, term)
     return out

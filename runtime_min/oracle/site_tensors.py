@@ -1,4 +1,4 @@
-"""From an artifact's files to the tensors of its sites, rank by rank; shared factors are loaded once."""
+"""Loading the tensors of an artifact's sites, for all of its ranks; shared factors are loaded once."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from scute_compile.runtime_min.oracle.fully_sharded import FullyShardedTerm
 from scute_compile.runtime_min.reference import SiteTensors, TermTensors, take
 
 Factors = MutableMapping[str, torch.Tensor]
-"""Shared factors by hash, for all artifacts of a process."""
+"""Shared factors by hash, of any number of artifacts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankSite:
-    """What one rank holds of a site, and what of the base's weight it multiplies."""
+    """One rank's tensors of a site, and its part of the base's weight."""
 
     tensors: SiteTensors
-    """From this rank's own file; `b` is None on ranks that don't add it."""
+    """From this rank's file; `b` is None on ranks that don't add it."""
     inputs: Ranges
     outputs: Ranges
     adds_bias: bool
     """Whether this rank adds the base's bias."""
-    sharded: tuple[FullyShardedTerm, ...] = ()
-    """The low-rank terms when they are fully sharded; `tensors` has none then."""
+    fully_sharded: tuple[FullyShardedTerm, ...] = ()
+    """The low-rank terms where they are fully sharded; `tensors.terms` is empty then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedSite:
-    """A site of an artifact, with the tensors of all its ranks."""
+    """A site of an artifact with the tensors of all ranks."""
 
     record: SiteRecord
     ranks: tuple[RankSite, ...]
 
 
 def load_sites(artifact: Artifact, factors: Factors, device: torch.device) -> Mapping[str, LoadedSite]:
-    """Load every site of an artifact, each rank's part from that rank's file alone; all ranks in this process.
+    """Load every site of an artifact, each rank's part from that rank's file.
 
     Args:
         artifact: An opened artifact.
-        factors: Shared factors that are loaded already; those that this artifact needs are added.
-        device: Where the tensors go.
+        factors: Loaded shared factors; those that this artifact adds are stored in it.
+        device: The device of the tensors.
 
     Raises:
         ScuteError: SC605 when two ranks hold the same outputs with different tensors.
@@ -78,26 +78,26 @@ def _load_factors(artifact: Artifact, factors: Factors, device: torch.device) ->
 def _rank_site(
     record: SiteRecord, rank: int, tensors: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]
 ) -> RankSite:
-    # what is replicated is computed whole, by each rank for itself
+    # every rank computes a replicated site whole
     adds = record.split is not Split.ROW or record.shift_rank == rank
     terms = _terms(record, rank, tensors, factors)
-    sharded = any(term.rows is not None or term.columns is not None for term in record.terms)
+    fully_sharded = any(term.rows is not None or term.columns is not None for term in record.terms)
     return RankSite(
         tensors=SiteTensors(
             rotation=record.rotation.kind if record.rotation else None,
             delta=tensors.get(tensor_name(record.name, "dR")),
             ds=tensors.get(tensor_name(record.name, "ds")),
             b=tensors.get(tensor_name(record.name, "b")) if adds else None,
-            terms=() if sharded else tuple(terms),
+            terms=() if fully_sharded else tuple(terms),
         ),
         inputs=record.inputs[rank],
         outputs=record.outputs[rank],
         adds_bias=adds,
-        sharded=tuple(map(partial(_sharded, rank), terms, record.terms)) if sharded else (),
+        fully_sharded=tuple(map(partial(_fully_sharded, rank), terms, record.terms)) if fully_sharded else (),
     )
 
 
-def _sharded(rank: int, tensors: TermTensors, term: TermRecord) -> FullyShardedTerm:
+def _fully_sharded(rank: int, tensors: TermTensors, term: TermRecord) -> FullyShardedTerm:
     return FullyShardedTerm(
         tensors=tensors,
         rows=None if term.rows is None else term.rows[rank],
@@ -127,9 +127,9 @@ def _terms(
 
 
 def _check_copies(record: SiteRecord, files: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Check that ranks which hold the same outputs (key and value heads) hold equal tensors for them."""
-    held: dict[tuple[int, int], tuple[int, Mapping[str, torch.Tensor]]] = {}
-    divided = {
+    """Check that ranks with the same outputs (of key and value heads) hold equal tensors for them."""
+    first_copies: dict[tuple[int, int], tuple[int, Mapping[str, torch.Tensor]]] = {}
+    sharded_by_rank = {
         tensor_name(record.name, slot, number)
         for number, term in enumerate(record.terms)
         if term.rows is not None
@@ -139,12 +139,12 @@ def _check_copies(record: SiteRecord, files: Sequence[Mapping[str, torch.Tensor]
         parts = {
             key: value
             for key, value in tensors.items()
-            if key.startswith(f"{record.name}.") and key not in divided  # ranks hold different rows of these
+            if key.startswith(f"{record.name}.") and key not in sharded_by_rank
         }
         position = 0
         for start, stop in record.outputs[rank]:
             cut = {key: _outputs_of(key, value, position, stop - start) for key, value in parts.items()}
-            first, other = held.setdefault((start, stop), (rank, cut))
+            first, other = first_copies.setdefault((start, stop), (rank, cut))
             for key, value in cut.items():
                 if not torch.equal(value, other[key]):
                     fail(
@@ -158,5 +158,5 @@ def _check_copies(record: SiteRecord, files: Sequence[Mapping[str, torch.Tensor]
 
 
 def _outputs_of(key: str, tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """Return a tensor's entries for a run of the rank's outputs; whole where it doesn't run along outputs."""
+    """Return a tensor's entries for an interval of the rank's outputs; the whole tensor if it has no output axis."""
     return tensor.narrow(-1, start, length) if key.rsplit(".", 1)[1] in ("ds", "b", "B", "e") else tensor

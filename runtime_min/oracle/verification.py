@@ -1,4 +1,4 @@
-"""Verification: an artifact through the reference execution against its adapter through PEFT, on the same tokens."""
+"""Verification: comparison of an artifact under the reference operations with its adapter under PEFT."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ import torch
 from scute_compile.diagnostics import Code, Diagnostic, ScuteError
 from scute_compile.formats.artifact import Artifact, open_artifact
 from scute_compile.formats.peft_folder import AdapterFolder, open_adapter
+from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.layers import linear_layers, match_sites
 from scute_compile.runtime_min.oracle.adapted_model import AdaptedModel
 from scute_compile.runtime_min.oracle.peft_model import locate, why_not_comparable, wrap
 
 ROWS = 4
+"""Rows of the batch of random tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """How far an artifact is from PEFT, over the log-probabilities of all tokens of the vocabulary."""
+    """Errors of an artifact against PEFT, over the log-probabilities of the whole vocabulary."""
 
     comparable: bool
-    """False when the installed PEFT is no oracle for this adapter; the measures are None then."""
+    """False when the installed PEFT can't be the oracle for this adapter; the errors are None then."""
     reason: Diagnostic | None = None
-    """Why it isn't comparable."""
+    """Why they are not comparable."""
     tokens: int
     tp: int
     dtype: str
@@ -36,7 +38,7 @@ class Verification:
     max_abs_logprob_error: float | None = None
     mean_abs_logprob_error: float | None = None
     mean_abs_adapter_effect: float | None = None
-    """Mean absolute change of the log-probabilities from the base alone to PEFT's adapted model."""
+    """Mean absolute difference of log-probabilities between the base and PEFT's adapted model."""
     relative_error: float | None = None
     """Mean error over mean effect; None when the adapter has no effect."""
 
@@ -57,38 +59,39 @@ def verify(
 ) -> Verification:
     """Compare an artifact with its adapter under PEFT, both in float32 on the CPU.
 
-    The base is loaded once. At several ranks the files are never joined: every rank runs with its own.
+    The base is loaded once. Artifacts for several ranks run on simulated ranks, each with its own file.
 
     Args:
-        artifact: The artifact, or its folder.
+        artifact: The opened artifact, or its folder.
         adapter: The adapter that it was compiled from, or its folder.
-        base: The base's folder, with weights. Whether it is the artifact's own base is for the caller to check.
-        tokens: How many random tokens to run, at least; they are spread over four rows.
+        base: The base's folder, with weights. The caller checks that it is the base of the artifact.
+        tokens: Least number of random tokens, in four rows.
         seed: Seed of the tokens.
-        base_dtype: The dtype in which the base is stored: float32, bfloat16 or float16. None: as its config says.
+        base_dtype: The dtype that the base is stored in: float32, bfloat16 or float16; None for that of its config.
 
     Raises:
         ScuteError: faults of the artifact (SC6xx), the adapter (SC1xx, SC2xx) or a base that doesn't fit (SC402).
-            An adapter that PEFT can't be the oracle of is no fault: the result says so.
+            An adapter for which PEFT can't be the oracle raises nothing; the result is not comparable.
     """
     opened = artifact if isinstance(artifact, Artifact) else open_artifact(artifact)
     source = adapter if isinstance(adapter, AdapterFolder) else open_adapter(str(adapter))
     model = load_model(Path(base))
     located = locate(source, opened.manifest, _names_in_model(opened, model))
     ids = _random_ids(model, tokens, seed)
-    measured = partial(Verification, tokens=ids.numel(), tp=opened.manifest.tp, dtype=opened.manifest.dtype.value)
+    result = partial(Verification, tokens=ids.numel(), tp=opened.manifest.tp, dtype=opened.manifest.dtype.value)
     if reason := why_not_comparable(source, located):
-        return measured(comparable=False, reason=_not_comparable(source, reason))
+        return result(comparable=False, reason=_not_comparable(source, reason))
     base_logprobs = _logprobs(model, ids)
     with AdaptedModel(model, {opened.manifest.name: opened}) as adapted:
-        ours = _logprobs(adapted, ids, adapter_names=[opened.manifest.name] * len(ids))
+        artifact_logprobs = _logprobs(adapted, ids, adapter_names=[opened.manifest.name] * len(ids))
     try:
         wrapped = wrap(model, source, located, _stored_dtype(Path(base), base_dtype))  # last: it changes the model
     except ScuteError as refusal:
-        return measured(comparable=False, reason=refusal.diagnostics[0])
-    theirs = _logprobs(wrapped, ids)
-    error, effect = (ours - theirs).abs(), (theirs - base_logprobs).abs().mean().item()
-    return measured(
+        return result(comparable=False, reason=refusal.diagnostics[0])
+    peft_logprobs = _logprobs(wrapped, ids)
+    error = (artifact_logprobs - peft_logprobs).abs()
+    effect = (peft_logprobs - base_logprobs).abs().mean().item()
+    return result(
         comparable=True,
         max_abs_logprob_error=error.max().item(),
         mean_abs_logprob_error=error.mean().item(),
@@ -98,7 +101,7 @@ def verify(
 
 
 def _names_in_model(artifact: Artifact, model: torch.nn.Module) -> Mapping[str, str]:
-    """Return module path in the base's files -> path in the loaded model: transformers may load under another root."""
+    """Return each linear layer's path in the loaded model by its path in files; transformers may change the root."""
     linears = linear_layers(model)
     found = match_sites(artifact, linears)
     if found.identity:
@@ -123,12 +126,14 @@ def _logprobs(model: Callable[..., Any], ids: torch.Tensor, **options: object) -
 
 
 def _stored_dtype(base: Path, name: str | None) -> torch.dtype:
-    """Return the dtype of the base's files: as told, or as its configuration says."""
+    """Return the dtype of the base's files: the given one, or that of the configuration, or float32."""
     from transformers import AutoConfig
 
-    said = name or AutoConfig.from_pretrained(base).get_text_config().dtype
-    dtype = getattr(torch, str(said).removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    stored = name or AutoConfig.from_pretrained(base).get_text_config().dtype
+    try:
+        return torch_dtype(str(stored))
+    except KeyError:
+        return torch.float32
 
 
 def _not_comparable(adapter: AdapterFolder, found: str) -> Diagnostic:
@@ -136,6 +141,6 @@ def _not_comparable(adapter: AdapterFolder, found: str) -> Diagnostic:
         code=Code.SC702,
         where=adapter.name,
         found=found,
-        expected="an adapter that the installed PEFT computes as the PEFT that wrote it",
+        expected="an adapter that the installed PEFT computes like the PEFT that wrote it",
         next="verify in an environment with the PEFT version that wrote the adapter",
     )

@@ -1,1 +1,1 @@
-"""Adapters in pages of device memory and in host memory."""
+"""The resident pool: packed adapters in host memory and in pages of device memory."""

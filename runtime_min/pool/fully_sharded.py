@@ -1,6 +1,6 @@
-"""Fully sharded terms of one rank's file as a pool lays them out: rows of A and B in the order of the ranks' exchange.
+"""Fully sharded terms of one rank's file in the pool's layout: rows of A and B in the order of the ranks' exchange.
 
-Ranks that hold fewer rows than others hold rows of zeros as well, so that all send alike; see
+Ranks with fewer rows than others hold rows of zeros as well, so that all ranks send equally many entries; see
 `scute_compile.runtime_min.ranks.exchange`.
 """
 
@@ -13,6 +13,7 @@ import torch
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.manifest import Manifest, SiteRecord, TermRecord
+from scute_compile.ir.expressions import Interval
 from scute_compile.runtime_min.pool.directory import DirectoryEntry
 from scute_compile.runtime_min.pool.packed_adapter import SiteContent
 from scute_compile.runtime_min.ranks.exchange import TermExchange, row_order, share_order, take_rows
@@ -21,12 +22,12 @@ from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOrder:
-    """Which rows of a shared factor a rank holds, in which order."""
+    """The rows of a shared factor that a rank holds, in order."""
 
     name: str
-    """The same for the same order of the same factor."""
+    """Identifies the order among all orders of one factor."""
     order: tuple[int, ...]
-    """-1: a row of zeros."""
+    """-1 stands for a row of zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +38,18 @@ class PairRows:
     b: RowOrder
 
     def d_of(self, d_R: torch.Tensor) -> torch.Tensor:
-        """Return d with zeros beside A's rows of zeros, which follow the others."""
+        """Return d with a zero for each of A's rows of zeros, which are the last rows."""
         return torch.nn.functional.pad(d_R, (0, len(self.a.order) - len(d_R)))
 
 
-def check_met(name: str, manifest: Manifest, rank: int, exchanges: Mapping[str, TermExchange | None]) -> None:
-    """Refuse terms that the ranks wouldn't complete as they are divided, but serve in part.
+def check_exchanges(name: str, manifest: Manifest, rank: int, exchanges: Mapping[str, TermExchange | None]) -> None:
+    """Refuse terms whose layout differs from that in which the ranks exchange intermediates.
 
     Args:
-        name: The adapter's id.
-        manifest: Its artifact's.
-        rank: Whose part is read.
-        exchanges: What the ranks do, by the artifact's name of a layer.
+        name: The adapter's name.
+        manifest: The artifact's manifest.
+        rank: The rank whose part is read.
+        exchanges: The exchange at each site; None where the ranks exchange nothing.
 
     Raises:
         ScuteError: SC812.
@@ -63,27 +64,26 @@ def check_met(name: str, manifest: Manifest, rank: int, exchanges: Mapping[str, 
             fail(
                 Code.SC812,
                 where=f"{name}: {record.name}",
-                found="a term that is " + _division(term.rows is not None, part),
-                expected=_division(not whole, exchange.part if exchange else None)
-                + ", as the ranks of this runtime do",
+                found="a term that is " + _layout(term.rows is not None, part),
+                expected=_layout(not whole, exchange.part if exchange else None) + ", as the ranks of this runtime are",
                 next="let the ranks exchange at every layer that they share, as `ServedModel.for_rank` does",
             )
 
 
-def _division(divided: bool, part: tuple[int, int] | None) -> str:
+def _layout(sharded: bool, part: Interval | None) -> str:
     if part is not None:
-        return f"divided by outputs, {part[0]} to {part[1]} here"
-    return "divided by rank" if divided else "whole on every rank"
+        return f"fully sharded by outputs, {part[0]} to {part[1]} here"
+    return "fully sharded by rank" if sharded else "whole on every rank"
 
 
-def own_term(a: torch.Tensor, b: torch.Tensor, term: TermRecord, rank: int) -> TermTensors:
-    """Return an adapter's own factors as the pool holds them; unchanged where the term's rank isn't divided.
+def owned_term(a: torch.Tensor, b: torch.Tensor, term: TermRecord, rank: int) -> TermTensors:
+    """Return a term's owned factors in the pool's layout; unchanged unless the term's rank is divided among ranks.
 
     Args:
         a: The rank's rows of A `(rows, K)`.
         b: B `(R, N)`.
-        term: Which rows each rank holds.
-        rank: Whose part `a` is.
+        term: The manifest record, with the rows of each rank.
+        rank: The rank that holds `a`.
     """
     if term.rows is None:
         return TermTensors(a=a, b=b)
@@ -92,55 +92,62 @@ def own_term(a: torch.Tensor, b: torch.Tensor, term: TermRecord, rank: int) -> T
     return TermTensors(a=padded, b=take_rows(b, row_order(term.rows)))
 
 
-def shared_rows(term: TermRecord, rank: int) -> PairRows | None:
-    """Return which rows of a shared pair the rank holds; None where the term isn't fully sharded.
+def pair_rows(term: TermRecord, rank: int) -> PairRows | None:
+    """Return the rows of a shared pair that a rank holds; None where the term isn't fully sharded.
 
-    A pair has one rank at all layers: also where the rank is whole there are rows of zeros, if it doesn't divide.
+    A pair has the same rank at all layers. So at row-parallel layers, where every rank holds all rows, rows of zeros
+    also round it up to a multiple of the ranks.
     """
     if term.rows is not None:
         start, stop = term.rows[rank]
         return PairRows(
             a=RowOrder(name=f"rows {start}-{stop}", order=share_order(term.rows, rank)),
-            b=RowOrder(name=f"{len(term.rows)} in turn", order=row_order(term.rows)),
+            b=RowOrder(name=f"interleaved over {len(term.rows)}", order=row_order(term.rows)),
         )
     if term.columns is None:
         return None
     ranks = len(term.columns)
     padding = -term.rank % ranks
-    every = RowOrder(name=f"for {ranks}", order=(*range(term.rank), *(-1,) * padding))
+    every = RowOrder(name=f"padded for {ranks}", order=(*range(term.rank), *(-1,) * padding))
     return PairRows(a=every, b=every)
 
 
-def in_parts(
+def split_outputs(
     record: SiteRecord, rank: int, content: SiteContent, parts: Sequence[DirectoryEntry]
 ) -> dict[str, SiteContent]:
-    """Return a row-parallel layer's tensors by the parts that the pool sees: vectors cut, terms at the rank's own.
+    """Return a row-parallel layer's tensors by directory entry: vectors cut, terms at this rank's part.
+
+    Args:
+        record: The manifest record of the layer.
+        rank: This rank.
+        content: The tensors of the whole layer.
+        parts: The layer's directory entries.
 
     Raises:
-        ScuteError: SC402 when the terms are for outputs that are no part.
+        ScuteError: SC402 when no entry has the outputs of the rank's terms.
     """
-    own = next((term.columns[rank] for term in record.terms if term.columns is not None), None)
-    if own is not None and own not in [slot.part for slot in parts]:
+    columns = next((term.columns[rank] for term in record.terms if term.columns is not None), None)
+    if columns is not None and columns not in [entry.part for entry in parts]:
         fail(
             Code.SC402,
             where=record.name,
-            found=f"terms whose outputs {own[0]} to {own[1]} are those of rank {rank}",
-            expected="the model's " + ", ".join(slot.key for slot in parts),
+            found=f"terms for outputs {columns[0]} to {columns[1]} on rank {rank}",
+            expected="the model's " + ", ".join(entry.key for entry in parts),
             next="load the model that the artifact was compiled for, or compile the adapter again",
         )
-    found: dict[str, SiteContent] = {}
+    contents: dict[str, SiteContent] = {}
     tensors = content.tensors
-    for slot in parts:
-        start, stop = slot.part or (0, slot.out_features)
-        mine = slot.part == own
+    for entry in parts:
+        start, stop = entry.part or (0, entry.out_features)
+        has_terms = entry.part == columns
         vectors = SiteTensors(
             rotation=tensors.rotation,
             delta=tensors.delta,
             ds=None if tensors.ds is None else tensors.ds[start:stop],
             b=None if tensors.b is None else tensors.b[start:stop],
-            terms=tensors.terms if mine else (),
+            terms=tensors.terms if has_terms else (),
         )
-        found[slot.key] = replace(
-            content, out_features=stop - start, tensors=vectors, shared=content.shared if mine else None
+        contents[entry.key] = replace(
+            content, out_features=stop - start, tensors=vectors, shared=content.shared if has_terms else None
         )
-    return found
+    return contents

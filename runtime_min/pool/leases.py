@@ -1,4 +1,4 @@
-"""One adapter on the device, and the leases of the steps that read it."""
+"""Resident adapters, and the leases of the steps that read them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
-from scute_compile.runtime_min.pool.pages import Holding
+from scute_compile.runtime_min.pool.pages import PageAllocation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentFacts:
-    """What the plan needs to know of a resident adapter."""
+    """Facts about a resident adapter from which steps are planned."""
 
     rank: int
     """Largest rank of its owned terms; 0 without any."""
@@ -22,16 +22,17 @@ class ResidentFacts:
     """Index of its shared pair."""
     pair_rank: int = 0
     beside_pair: bool = False
-    """Whether it has slots at sites that its shared pair does not touch."""
+    """Whether it has tensors at sites where its shared pair has no window."""
     rotated: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Placed:
-    """Pages of one packed, and where they stand in the page map."""
+class Placement:
+    """The pages of one adapter, and where the page map lists them."""
 
-    holding: Holding
+    allocation: PageAllocation
     start: int
+    """First entry in the page map."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,58 +40,57 @@ class Resident:
     """One adapter on the device."""
 
     packed: PackedAdapter
-    slot: int
-    own: Placed
+    index: int
+    """The adapter index: its first axis in the directory."""
+    placement: Placement
     pairs: tuple[int, ...]
-    """Indices of its shared pair, by the packed's own numbers of windows."""
+    """Index of the shared pair of each of the adapter's windows."""
     facts: ResidentFacts
-    """What the plan of a step needs to know of it."""
     uses: int = 0
-    """Running steps that read it."""
-    pinned: bool = False
+    """Running steps that read it; while there are any, it is held: not evicted."""
     retired: bool = False
-    """Whether it was replaced and stays for running steps alone."""
+    """Whether it was replaced and stays only for running steps."""
     last_use: torch.cuda.Event | None = None
     """The end of the last step that read it."""
 
     @property
     def held(self) -> bool:
-        """Whether it must not be evicted."""
-        return self.pinned or self.uses > 0
+        """Whether running steps read it, so that it must not be evicted."""
+        return self.uses > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lease:
-    """The adapters of one step; they stay where they are until the lease is released."""
+    """The adapters of one step, which stay on the device until the lease is released."""
 
     indices: Mapping[str, int]
-    """Slot in the directory by name."""
+    """Adapter index by name."""
     residents: tuple[Resident, ...]
 
 
 class Leases:
-    """The leases that are held; each is given back once."""
+    """The leases that are held."""
 
     def __init__(self) -> None:
         self._open: set[Lease] = set()
 
-    def take(self, indices: Mapping[str, int], residents: tuple[Resident, ...]) -> Lease:
-        """Hold the adapters of a step."""
+    def acquire(self, indices: Mapping[str, int], residents: tuple[Resident, ...]) -> Lease:
+        """Return a lease that holds the adapters of a step."""
         lease = Lease(indices=indices, residents=residents)
         for resident in residents:
             resident.uses += 1
         self._open.add(lease)
         return lease
 
-    def give_back(self, lease: Lease, end: torch.cuda.Event | None) -> None:
-        """Let the adapters of a step go. Raises SC703 for a lease that isn't held (any more)."""
+    def release(self, lease: Lease, end: torch.cuda.Event | None) -> None:
+        """Release a lease; `end` marks the end of its step. Raises SC703 for a lease that isn't held."""
         if lease not in self._open:
             fail(
                 Code.SC703,
                 where="a lease of " + (", ".join(lease.indices) or "no adapter"),
-                found="one that was given back already, or is another pool's",
+                found="a lease that was released already, or is another pool's",
                 expected="a lease that is held",
-                next="release each lease once, where it was acquired",
+                next="release each lease once, in the pool where it was acquired",
             )
         self._open.remove(lease)
         for resident in lease.residents:

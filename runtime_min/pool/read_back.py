@@ -1,4 +1,4 @@
-"""Reading tensors back out of pages, through the page map, on any device: what the kernels' addressing means."""
+"""Reading tensors back from pages through the page map, on any device: the meaning of the kernels' addressing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scute_compile.runtime_min.pool.directory import GRANULE_BYTES, PAGE_GRANULE
 
 
 class Tables(Protocol):
-    """The tensors that lead to an adapter, as `DeviceMemory` holds them."""
+    """The tensors that lead to an adapter, as in `DeviceMemory`."""
 
     @property
     def pages(self) -> torch.Tensor: ...
@@ -42,17 +42,17 @@ def read_rows(
     Args:
         pages: All pages, `(num_pages, values per page)`.
         page_map: Physical pages by logical page, int32, flat.
-        first_page: Where the packed's pages start in `page_map`.
-        offset: First granule of the matrix inside the packed.
+        first_page: The adapter's first entry in `page_map`.
+        offset: First granule of the matrix, from the adapter's first granule.
         stride: Granules per row.
         shape: Rows and values per row.
-        dtype: Dtype of the values; it may differ from that of `pages`, whose bytes are taken as they are.
+        dtype: Dtype of the values. It may differ from the dtype of `pages`, whose bytes are reinterpreted.
     """
     rows, width = shape
     lanes = torch.arange(granules(width, dtype), device=pages.device)
     granule = (offset + torch.arange(rows, device=pages.device)[:, None] * stride + lanes).flatten()
     physical = page_map[first_page + granule // PAGE_GRANULES].long() * PAGE_GRANULES + granule % PAGE_GRANULES
-    # eight bytes at a time: granules are moved, not computed with
+    # int64 views: the granules are only moved
     raw = pages.view(torch.int64).view(-1, GRANULE_BYTES // 8).index_select(0, physical)
     return raw.view(rows, -1).view(dtype)[:, :width].contiguous()
 
@@ -66,7 +66,7 @@ def read_run(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a tensor whose values lie without gaps from granule `offset` on; see `read_rows`."""
+    """Return a tensor whose values lie without gaps from granule `offset` on; arguments as for `read_rows`."""
     count = torch.Size(shape).numel()
     row = read_rows(pages, page_map, first_page=first_page, offset=offset, stride=0, shape=(1, count), dtype=dtype)
     return row.reshape(shape)
@@ -78,34 +78,34 @@ _FACTORS = {
 }
 
 
-def read_field(memory: Tables, slot: int, site: int, field: Field, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of a resident adapter as the directory leads to it.
+def read_field(memory: Tables, index: int, site: int, field: Field, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of a resident adapter, found through the directory.
 
     Args:
-        memory: What lies on the device.
-        slot: The adapter's place in the directory.
-        site: The layer's index.
+        memory: The device's tensors.
+        index: The adapter index.
+        site: Index of the directory entry.
         field: One of the fields `*_OFFSET`.
-        shape: Of the result: two dimensions for A and B, any for the others.
+        shape: Shape of the result: two dimensions for A and B, any for the others.
 
     Raises:
-        ValueError: The record says that the tensor is absent, or `field` is no offset.
+        ValueError: when the tensor is absent, or `field` is no offset.
     """
-    record = memory.directory[slot, site].tolist()
-    if not field.name.endswith("_OFFSET") or record[field] < 0:
-        raise ValueError(f"{field.name} of site {site} is absent in slot {slot}")
+    row = memory.directory[index, site].tolist()
+    if not field.name.endswith("_OFFSET") or row[field] < 0:
+        raise ValueError(f"{field.name} of site {site} is absent in the adapter at index {index}")
     if field in _FACTORS:
-        first_page, stride = (record[part] for part in _FACTORS[field])
+        first_page, stride = (row[part] for part in _FACTORS[field])
         rows, width = shape
-        if record[Field.PAIR] >= 0:
-            start = record[field] * values_per_granule(memory.shared.dtype)
+        if row[Field.PAIR] >= 0:
+            start = row[field] * values_per_granule(memory.shared.dtype)
             step = stride * values_per_granule(memory.shared.dtype)
             return memory.shared.reshape(-1)[start : start + rows * step].view(rows, step)[:, :width].contiguous()
         return read_rows(
             memory.pages,
             memory.page_map,
             first_page=first_page,
-            offset=record[field],
+            offset=row[field],
             stride=stride,
             shape=(rows, width),
             dtype=memory.pages.dtype,
@@ -113,8 +113,8 @@ def read_field(memory: Tables, slot: int, site: int, field: Field, shape: tuple[
     return read_run(
         memory.pages,
         memory.page_map,
-        first_page=record[Field.OWN_PAGES],
-        offset=record[field],
+        first_page=row[Field.OWN_PAGES],
+        offset=row[field],
         shape=shape,
         dtype=torch.float32 if field is Field.SHIFT_OFFSET else memory.pages.dtype,
     )

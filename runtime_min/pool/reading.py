@@ -1,24 +1,24 @@
-"""From an opened artifact to the host packed of one rank's part of it."""
+"""Reading one rank's part of an artifact into a packed adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from scute_compile.diagnostics import Code, fail
-from scute_compile.formats.artifact import Artifact, open_artifact
-from scute_compile.formats.artifact_tensors import TORCH_DTYPES, load_factor, load_rank
+from scute_compile.formats.artifact import Artifact
+from scute_compile.formats.artifact_tensors import load_factor, load_rank
 from scute_compile.formats.layout import tensor_name, term_columns
 from scute_compile.formats.manifest import Manifest, SharedWindow, SiteRecord, TermRecord
+from scute_compile.ir.dtypes import torch_dtype
 from scute_compile.ir.expressions import Ranges, width
 from scute_compile.ir.linear import Split
 from scute_compile.ir.target import LoraSharding
 from scute_compile.runtime_min.layers import match_sites
 from scute_compile.runtime_min.pool.directory import DirectoryEntry, values_per_granule
-from scute_compile.runtime_min.pool.fully_sharded import RowOrder, in_parts, own_term, shared_rows
+from scute_compile.runtime_min.pool.fully_sharded import RowOrder, owned_term, pair_rows, split_outputs
 from scute_compile.runtime_min.pool.packed_adapter import (
     FactorWindow,
     PackedAdapter,
@@ -34,11 +34,11 @@ from scute_compile.runtime_min.ranks.exchange import take_rows
 from scute_compile.runtime_min.reference import SiteTensors, TermTensors, take
 
 Factors = MutableMapping[str, PackedFactor]
-"""Images of shared factors by key, all in one dtype."""
+"""Shared factors by key, all in one dtype."""
 
 
 def read_adapter(
-    source: Artifact | Path,
+    artifact: Artifact,
     sites: Sequence[DirectoryEntry],
     dtype: torch.dtype,
     *,
@@ -50,56 +50,61 @@ def read_adapter(
     convert: bool = False,
     pin: bool = False,
 ) -> PackedAdapter:
-    """Read one rank's file, and the shared factors that it names, into an packed.
+    """Read one rank's file, and the shared factors that it names, into a packed adapter.
 
     Args:
-        source: An opened artifact, or the folder of one.
-        sites: The model's layers as the rank holds them, in the order of the directory; fully sharded, a row-parallel
-            layer in parts, of which one is what the rank expands to.
+        artifact: An opened artifact.
+        sites: The model's layers as the rank holds them, in the order of the directory and under the artifact's names;
+            fully sharded, a row-parallel layer has one entry for the outputs that the rank expands to, and others for
+            the rest.
         dtype: The pool's dtype.
-        name: The adapter's id; the artifact's own name when empty.
-        tp: Number of ranks that the runtime runs on.
+        name: The adapter's name; empty for the artifact's.
+        tp: Number of ranks of the runtime.
         rank: Which of them this is.
         sharding: How the runtime's ranks divide terms.
-        factors: Images of shared factors that are there already; those that this artifact needs are added.
+        factors: Shared factors in host memory; those that this artifact adds are stored in it.
         convert: Whether an artifact of another dtype is rounded to the pool's; it is refused otherwise.
-        pin: Whether packed_adapters lie in pinned memory.
+        pin: Whether buffers lie in pinned memory.
 
     Raises:
-        ScuteError: SC801 (another tp or dtype), SC812 (terms that are divided otherwise), SC402 (another base), SC803
-            (terms that mix own and shared factors, or several shared ones at a site), SC320 (values that the pool's
-            dtype can't hold), and what `open_artifact`, `load_rank` and `load_factor` raise.
+        ScuteError: SC801 (another tp or dtype), SC812 (another layout of terms), SC402 (another base), SC803 (terms
+            that mix owned and shared factors, or several shared terms at a site), SC320 (values that the pool's dtype
+            can't hold), and what `load_rank` and `load_factor` raise.
     """
-    artifact = source if isinstance(source, Artifact) else open_artifact(source, verify_hashes=False)
     name = name or artifact.manifest.name
     _check_target(artifact, name, tp=tp, dtype=dtype, convert=convert)
     _check_sharding(artifact.manifest, name, sharding)
-    parts: dict[str, list[DirectoryEntry]] = {}
+    entries: dict[str, list[DirectoryEntry]] = {}
     for site in sites:
-        parts.setdefault(site.name, []).append(site)
-    known: Factors = {} if factors is None else factors
-    tensors = {key: _fitting(value, key, dtype) for key, value in load_rank(artifact, rank).items()}
-    reader = _Reader(artifact=artifact, name=name, rank=rank, dtype=dtype, tensors=tensors, factors=known, pin=pin)
+        entries.setdefault(site.name, []).append(site)
+    tensors = {key: _rounded(value, key, dtype) for key, value in load_rank(artifact, rank).items()}
+    reader = _Reader(
+        artifact=artifact,
+        name=name,
+        rank=rank,
+        dtype=dtype,
+        tensors=tensors,
+        factors={} if factors is None else factors,
+        pin=pin,
+    )
     contents: dict[str, SiteContent] = {}
     for record in artifact.manifest.sites:
-        entries, content = parts.get(record.name, []), reader.site(record)
-        whole = all(entry.part is None for entry in entries)
-        contents |= {record.name: content} if whole else in_parts(record, rank, content, entries)
+        parts, content = entries.get(record.name, []), reader.site(record)
+        whole = all(entry.part is None for entry in parts)
+        contents |= {record.name: content} if whole else split_outputs(record, rank, content, parts)
     return pack_adapter(
         name,
         sites,
         contents,
         dtype,
         digest=artifact.manifest.digest,
-        tp=tp,
-        rank=rank,
         shares=tp if sharding is LoraSharding.FULL else 1,
         pin=pin,
     )
 
 
 def named_as_in(artifact: Artifact, sites: Sequence[DirectoryEntry]) -> list[DirectoryEntry]:
-    """Return the model's layers under the artifact's names: the same, or another after one change of the prefix."""
+    """Return the model's entries under the artifact's names: equal, or equal after one change of the prefix."""
     found = match_sites(artifact, [site.name for site in sites])
     named = {layer: name for name, layer in found.mapping.items()}
     return [replace(site, name=named.get(site.name, site.name)) for site in sites]
@@ -115,7 +120,7 @@ def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype,
             expected=f"tp {tp}, on which this runtime runs",
             next=f"compile the adapter again with --tp {tp}",
         )
-    if TORCH_DTYPES[manifest.dtype] is not dtype and not convert:
+    if torch_dtype(manifest.dtype.value) is not dtype and not convert:
         wanted = str(dtype).removeprefix("torch.")
         fail(
             Code.SC801,
@@ -127,7 +132,7 @@ def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype,
 
 
 def _check_sharding(manifest: Manifest, name: str, sharding: LoraSharding) -> None:
-    """Refuse terms that are divided otherwise than the ranks of this runtime do; without terms, layouts are one."""
+    """Refuse terms in another layout than the runtime's; without terms that ranks share, the layouts are equal."""
     divided = manifest.tp > 1 and any(site.terms and site.split is not Split.REPLICATED for site in manifest.sites)
     if divided and manifest.lora_sharding is not sharding:
         fail(
@@ -139,8 +144,8 @@ def _check_sharding(manifest: Manifest, name: str, sharding: LoraSharding) -> No
         )
 
 
-def _fitting(tensor: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in the pool's dtype; the shift `b` stays as it is."""
+def _rounded(tensor: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in the pool's dtype, except for the shift `b`, which stays float32."""
     if tensor.dtype is dtype or key.endswith(".b"):
         return tensor
     rounded = tensor.to(dtype)
@@ -157,7 +162,7 @@ def _fitting(tensor: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Reader:
-    """What reading one site needs, beside the site's record."""
+    """Reads the sites of one rank's file."""
 
     artifact: Artifact
     name: str
@@ -179,9 +184,9 @@ class _Reader:
             _check_term(self.name, record, number, term)
             if term.a is None or term.b is None:
                 a, b = (self.tensors[tensor_name(record.name, slot, number)] for slot in ("A", "B"))
-                terms.append(own_term(a, b, term, self.rank))
+                terms.append(owned_term(a, b, term, self.rank))
                 continue
-            rows = shared_rows(term, self.rank)
+            rows = pair_rows(term, self.rank)
             pair = PairWindow(
                 a=self.window(term.a, record.inputs[self.rank], rows.a if rows else None),
                 b=self.window(term.b, term_columns(record, term, self.rank), rows.b if rows else None),
@@ -199,10 +204,10 @@ class _Reader:
         return SiteContent(in_features=inputs, out_features=outputs, tensors=tensors, shared=shared)
 
     def window(self, window: SharedWindow, ranges: Ranges, rows: RowOrder | None) -> FactorWindow:
-        """Return where the rank's columns of a shared factor lie.
+        """Return the window of the rank's columns in a shared factor.
 
-        One run of columns that starts a granule is an offset into the whole factor, which all sites share. Others get
-        an packed of their own, of those columns alone; so do fully sharded ones, of the `rows` that the rank holds.
+        One interval of columns that starts at a granule is an offset into the whole factor, which all sites share.
+        Other columns are packed as a factor of their own, and so are the `rows` of a fully sharded term.
         """
         start = ranges[0][0]
         whole = len(ranges) == 1 and start % values_per_granule(self.dtype) == 0 and rows is None
@@ -210,7 +215,7 @@ class _Reader:
         key = key if rows is None else f"{key}:{rows.name}"
         packed = self.factors.get(key)
         if packed is None:
-            factor = _fitting(load_factor(self.artifact, window.factor), window.factor, self.dtype)
+            factor = _rounded(load_factor(self.artifact, window.factor), window.factor, self.dtype)
             part = factor if whole else take(factor, 1, ranges)
             part = part if rows is None else take_rows(part, rows.order)
             packed = pack_factor(key, part, self.dtype, pin=self.pin)
@@ -219,13 +224,16 @@ class _Reader:
 
 
 def _check_term(name: str, record: SiteRecord, number: int, term: TermRecord) -> None:
-    """Own terms have folded d and e into their factors; a shared one stands alone at its site."""
-    own = term.a is None and term.b is None and not term.d and not term.e
-    alone = term.a is not None and term.b is not None and len(record.terms) == 1
-    if own or alone:
+    """Refuse terms that kernels don't compute (SC803).
+
+    An owned term must have d and e folded into its factors; a shared term must be the only term of its site.
+    """
+    owned = term.a is None and term.b is None and not term.d and not term.e
+    single = term.a is not None and term.b is not None and len(record.terms) == 1
+    if owned or single:
         return
     owners = ["shared" if window else "own" for window in (term.a, term.b)]
-    live = "".join(f" and {slot}" for slot, there in (("d", term.d), ("e", term.e)) if there)
+    live = "".join(f" and {slot}" for slot, present in (("d", term.d), ("e", term.e)) if present)
     fail(
         Code.SC803,
         where=f"{name}: {record.name}, term {number} of {len(record.terms)}",

@@ -1,7 +1,7 @@
-"""Small packed_adapters that come in together: what is written for them is held back, and done by one scatter for all.
+"""Batched staging of small adapters that are loaded together: their writes are deferred and done by one scatter.
 
-One by one, the host's work for each takes longer than its copy. All memory that the scatter needs is taken before the
-first packed moves, so that it can't fail for want of memory halfway.
+One by one, the host's work for a small adapter takes longer than its copy. The batch allocates all memory that the
+scatter needs before the first adapter is staged, so that a scatter can't run out of memory halfway.
 """
 
 from __future__ import annotations
@@ -13,63 +13,64 @@ import torch
 from scute_compile.runtime_min.pool.directory import FIELDS, PAGE_BYTES
 
 SMALL_PAGES = 4096
-"""Images up to this size (8 MiB) come in together."""
-ROOM_PAGES = 16384
-"""Room for what is held back at a time (32 MiB); with more, there are several scatters."""
-RECORDS = 64
-"""Slots whose records are written at a time."""
+"""Largest adapter (8 MiB) that is staged in a batch."""
+BATCH_PAGES = 16384
+"""Largest staging memory of a batch (32 MiB); more adapters take several scatters."""
+ROWS_AT_ONCE = 64
+"""Adapters whose directory rows are written by one copy."""
 
 
-class Gathered:
-    """What is held back. On a CUDA device all of it happens on the stream of the writes.
+class StagingBatch:
+    """Deferred writes of adapters. On a CUDA device all of its work runs on the stream of the pool's writes.
 
     Args:
-        size: Bytes of all packed_adapters that may come in.
-        sites: Of the directory.
-        device: Where they come in.
+        size: Bytes of all adapters that may be staged.
+        sites: Entries of the directory.
+        device: The pool's device.
     """
 
     def __init__(self, size: int, *, sites: int, device: torch.device) -> None:
-        room = min(size // PAGE_BYTES, ROOM_PAGES)
-        self._staging = torch.empty(room * PAGE_BYTES, dtype=torch.uint8, device=device)
-        self._entries, self._numbers = torch.empty(2, room, dtype=torch.int64, device=device)
-        self._narrow = torch.empty(room, dtype=torch.int32, device=device)
-        """The numbers of pages once more, in the page map's dtype."""
-        self._slots = torch.empty(RECORDS, dtype=torch.int64, device=device)
-        self._records = torch.empty(RECORDS, sites, FIELDS, dtype=torch.int32, device=device)
+        pages = min(size // PAGE_BYTES, BATCH_PAGES)
+        self._staging = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=device)
+        self._entries, self._pages64 = torch.empty(2, pages, dtype=torch.int64, device=device)
+        """Entries of the page map, and the physical pages that they get."""
+        self._pages32 = torch.empty(pages, dtype=torch.int32, device=device)
+        """The physical pages in the page map's dtype."""
+        self._indices = torch.empty(ROWS_AT_ONCE, dtype=torch.int64, device=device)
+        self._rows = torch.empty(ROWS_AT_ONCE, sites, FIELDS, dtype=torch.int32, device=device)
         self._begin = self._used = 0
-        """The part of the staging memory, in bytes, that placed packed_adapters take."""
+        """The interval of the staging memory, in bytes, that adapters with assigned pages take."""
         self._staged: torch.Tensor | None = None
-        """The packed that came last, about which nothing is decided yet."""
+        """The part of the staging memory that `stage` returned last, while its adapter has no pages yet."""
         self.buffers: list[torch.Tensor] = []
-        """Of the packed_adapters that are held back, on the host."""
+        """Host buffers of the adapters with assigned pages."""
         self._pages: list[torch.Tensor] = []
         self._starts: list[int] = []
-        self.waiting: dict[int, torch.Tensor] = {}
-        """By slot, the records that were written last."""
+        self.rows: dict[int, torch.Tensor] = {}
+        """By adapter index, the directory rows that were written last."""
 
-    def takes(self, size: int) -> bool:
-        """Return whether an packed of `size` bytes is small enough, and has room now."""
+    def has_room(self, size: int) -> bool:
+        """Return whether an adapter of `size` bytes fits into the rest of the staging memory."""
         return self._used + size <= len(self._staging)
 
     def stage(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return an packed's place in the staging memory, in which it lies once it was scattered."""
+        """Return the part of the staging memory that `scatter` will copy an adapter to."""
         self._staged = self._staging[self._used : self._used + len(buffer)]
         return self._staged
 
-    def holds(self, staged: torch.Tensor | None) -> bool:
-        """Return whether `staged` is the place that `stage` returned last."""
+    def is_last_staged(self, staged: torch.Tensor | None) -> bool:
+        """Return whether `staged` is the tensor that `stage` returned last."""
         return staged is not None and staged is self._staged
 
     def place(self, buffer: torch.Tensor, pages: torch.Tensor, start: int) -> None:
-        """Hold back the packed that was staged last: its physical pages, and its first entry in the page map."""
+        """Assign the adapter that was staged last its physical pages and its first entry in the page map."""
         self._used += len(buffer)
         self.buffers.append(buffer)
         self._pages.append(pages)
         self._starts.append(start)
 
     def rewind(self) -> None:
-        """Use the staging memory from its beginning again; nothing may be held back."""
+        """Reuse the staging memory from its beginning; no write may be pending."""
         self._begin = self._used = 0
 
     def scatter(
@@ -79,38 +80,43 @@ class Gathered:
         directory: torch.Tensor,
         pinned: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Write what was held back so far.
+        """Do the pending writes.
 
         Args:
-            pages: Of the pool.
-            page_map: Likewise.
-            directory: Likewise.
-            pinned: Returns a copy that a device can read while the host goes on.
+            pages: The pool's pages.
+            page_map: The pool's page map.
+            directory: The pool's directory.
+            pinned: Returns a copy in pinned memory, from which the device copies while the host goes on.
         """
         if self._pages:
-            packed_adapters = self._staging[self._begin : self._used]
-            parts = torch.split(packed_adapters, [len(buffer) for buffer in self.buffers])
-            # one call for all copies, where PyTorch offers it; it has no public name
-            torch._foreach_copy_(list(parts), self.buffers, non_blocking=True)
-            numbers = torch.cat(self._pages)
-            counts = torch.tensor([len(each) for each in self._pages])
-            before = torch.repeat_interleave(counts.cumsum(0) - counts - torch.tensor(self._starts), counts)
-            entries = torch.arange(len(numbers)) - before
-            held = slice(0, len(numbers))
-            self._entries[held].copy_(pinned(entries), non_blocking=True)
-            self._numbers[held].copy_(pinned(numbers.long()), non_blocking=True)
-            self._narrow[held].copy_(pinned(numbers), non_blocking=True)
-            page_map.index_copy_(0, self._entries[held], self._narrow[held])
-            whole = packed_adapters.view(torch.int64).view(len(numbers), -1)
-            pages.view(torch.int64).index_copy_(0, self._numbers[held], whole)
-        for first in range(0, len(self.waiting), RECORDS):  # on one stream, so the next ones may use the same room
-            slots = list(self.waiting)[first : first + RECORDS]
-            held = slice(0, len(slots))
-            self._slots[held].copy_(pinned(torch.tensor(slots)), non_blocking=True)
-            self._records[held].copy_(pinned(torch.stack([self.waiting[slot] for slot in slots])), non_blocking=True)
-            directory.index_copy_(0, self._slots[held], self._records[held])
+            self._scatter_pages(pages, page_map, pinned)
+        for first in range(0, len(self.rows), ROWS_AT_ONCE):  # copies of one stream may reuse the same memory
+            indices = list(self.rows)[first : first + ROWS_AT_ONCE]
+            used = slice(0, len(indices))
+            self._indices[used].copy_(pinned(torch.tensor(indices)), non_blocking=True)
+            self._rows[used].copy_(pinned(torch.stack([self.rows[index] for index in indices])), non_blocking=True)
+            directory.index_copy_(0, self._indices[used], self._rows[used])
+
+    def _scatter_pages(
+        self, pages: torch.Tensor, page_map: torch.Tensor, pinned: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        staged = self._staging[self._begin : self._used]
+        parts = torch.split(staged, [len(buffer) for buffer in self.buffers])
+        # one call for all copies; PyTorch has no public name for it
+        torch._foreach_copy_(list(parts), self.buffers, non_blocking=True)
+        physical = torch.cat(self._pages)
+        counts = torch.tensor([len(each) for each in self._pages])
+        shifts = torch.repeat_interleave(counts.cumsum(0) - counts - torch.tensor(self._starts), counts)
+        entries = torch.arange(len(physical)) - shifts
+        used = slice(0, len(physical))
+        self._entries[used].copy_(pinned(entries), non_blocking=True)
+        self._pages64[used].copy_(pinned(physical.long()), non_blocking=True)
+        self._pages32[used].copy_(pinned(physical), non_blocking=True)
+        page_map.index_copy_(0, self._entries[used], self._pages32[used])
+        values = staged.view(torch.int64).view(len(physical), -1)
+        pages.view(torch.int64).index_copy_(0, self._pages64[used], values)
 
     def clear(self) -> None:
-        """Forget what was held back: it is written."""
+        """Forget the pending writes, which are done."""
         self._begin = self._used
-        self.buffers, self._pages, self._starts, self.waiting = [], [], [], {}
+        self.buffers, self._pages, self._starts, self.rows = [], [], [], {}

@@ -1,6 +1,6 @@
-"""What a launch is told beside its tensors: the place of a fused GEMM, and what a step needs. Free of Triton.
+"""Scalar launch arguments: the sites of a fused GEMM, and the features of a step. Independent of Triton.
 
-Everything here packs into plain numbers, as custom ops take them.
+Features and capacities convert to plain numbers, as custom operators take them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from scute_compile.runtime_min.pool.device_memory import DeviceMemory
 from scute_compile.runtime_min.step.plan import OWNED_ROWS, PAIR_RANKS, PAIR_TOKENS, TILE_TOKENS, Capacity, StepPlan
 
 
 class Product(Protocol):
-    """The base's product of one layer: `x @ W`, and its bias where it is asked for."""
+    """The base's product of one layer: `x @ W`, with the bias on request."""
 
     def __call__(self, rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
         """Return `(rows, N)` in the dtype of `rows`."""
@@ -23,28 +24,28 @@ class Product(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """What a captured graph must be able to do; a feature that is off costs nothing."""
+    """What the launches of a step, or of a captured graph, must support; a feature that is off costs nothing."""
 
     owned: bool = True
     shared: bool = True
     rotated: int = 0
-    """Capacity of rotated rows."""
+    """Rows with a rotation, at most."""
     whole_granules: bool = True
     """Every rotation block's width is a multiple of a granule."""
     prefill: bool = False
     tiles: int = 0
     """Token tiles of a prefill step."""
     programs: int = 0
-    """Records of the owned shrink per slice and run."""
+    """Work items of the owned shrink per slice and run of K."""
     shared_programs: int = 0
-    """Records of the shared shrink per run."""
+    """Work items of the shared shrink per run of K."""
     segments: int = 0
     blocks: int = 0
     """Blocks of sixteen tokens of a shared pair."""
     tall: int = 0
-    """Segments whose rank is large."""
+    """Segments whose rank is above `WIDE_RANK`."""
     ranks: int = 0
-    """Ranks of all rows together, of own terms; in the prefill form of shared pairs too."""
+    """Sum of the rows' ranks, of owned terms; in the prefill form of shared pairs too."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return the fields in their order, as `of_numbers` takes them."""
@@ -79,7 +80,7 @@ def capacity_of(numbers: Sequence[int]) -> Capacity:
 
 
 def features_of(plan: StepPlan, *, whole_granules: bool) -> Features:
-    """Return what one step needs and nothing more: for steps that are launched one by one."""
+    """Return the features of one step, for steps that are launched one by one."""
     return Features(
         owned=plan.owned,
         shared=plan.shared,
@@ -96,17 +97,14 @@ def features_of(plan: StepPlan, *, whole_granules: bool) -> Features:
     )
 
 
-def fixed_features(
-    capacity: Capacity, *, max_adapters: int, prefill: bool, whole_granules: bool, plain: bool = False
-) -> Features:
-    """Return what every step within a capacity may need: for graphs that are captured or compiled once.
+def fixed_features(capacity: Capacity, *, max_adapters: int, whole_granules: bool, plain: bool = False) -> Features:
+    """Return the features of every step within a capacity, for graphs that are captured or compiled once.
 
     Args:
         capacity: Of the step's buffers.
         max_adapters: Most adapters of a step.
-        prefill: Which form.
         whole_granules: Whether every rotation block's width is a multiple of a granule.
-        plain: Whether no step has a shared pair or turns an input.
+        plain: Whether no step has a shared pair or a rotation.
     """
     blocks = 0 if plain else min(capacity.tokens, capacity.tokens // PAIR_TOKENS + min(capacity.pairs, max_adapters))
     return Features(
@@ -114,8 +112,8 @@ def fixed_features(
         shared=not plain,
         rotated=0 if plain else capacity.rotated,
         whole_granules=whole_granules,
-        prefill=prefill,
-        tiles=capacity.tokens // TILE_TOKENS + min(max_adapters, capacity.tokens) + 1 if prefill else 0,
+        prefill=capacity.prefill,
+        tiles=capacity.tokens // TILE_TOKENS + min(max_adapters, capacity.tokens) + 1 if capacity.prefill else 0,
         programs=max(1, capacity.ranks // OWNED_ROWS),
         shared_programs=blocks * -(-capacity.pair_ranks // PAIR_RANKS),
         segments=capacity.tokens,
@@ -127,7 +125,7 @@ def fixed_features(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
-    """One fused GEMM of the base: its sites are consecutive in the directory."""
+    """One fused GEMM of the base; its sites are consecutive in the directory."""
 
     first_site: int
     widths: tuple[int, ...]
@@ -148,7 +146,12 @@ class PoolTensors:
     page_map: torch.Tensor
     directory: torch.Tensor
     shared: torch.Tensor
-    """Shared factors end to end, each row padded to whole granules; not paged, since tensor cores want plain tiles."""
+    """Shared factors end to end, each row padded to whole granules; not paged, since tensor cores read plain tiles."""
+
+    @classmethod
+    def of(cls, memory: DeviceMemory) -> Self:
+        """Return the tensors of a pool's device memory."""
+        return cls(pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared)
 
     @property
     def values(self) -> int:

@@ -1,4 +1,4 @@
-"""A linear layer of a served model: the custom op where the step's adapters touch it, the plain layer elsewhere."""
+"""A linear layer of a served model: the custom operator where the step's adapters change it, else the plain layer."""
 
 from __future__ import annotations
 
@@ -7,18 +7,38 @@ from dataclasses import dataclass, field
 import torch
 
 from scute_compile.diagnostics import Code, fail
+from scute_compile.runtime_min.pool.directory import Field
+from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.ranks.exchange import TermExchange
+from scute_compile.runtime_min.step.arguments import Features, PoolTensors, capacity_numbers
 from scute_compile.runtime_min.step.op import adapted_linear, exchanged_linear
+from scute_compile.runtime_min.step.plan import StepBuffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedFacts:
+    """The layers of a loaded adapter, by their indices in the directory."""
+
+    sites: frozenset[int]
+    """Those that it changes."""
+    terms: frozenset[int]
+    """Those where it has low-rank terms."""
+
+    @classmethod
+    def of(cls, packed: PackedAdapter) -> LoadedFacts:
+        """Read the facts off a packed adapter's directory rows."""
+        rows = packed.rows
+        has_term = rows[:, Field.RANK] > 0
+        has_vector = (rows[:, [Field.R_OFFSET, Field.DS_OFFSET, Field.SHIFT_OFFSET]] >= 0).any(1)
+        sites, terms = (mask.nonzero().flatten().tolist() for mask in (has_term | has_vector, has_term))
+        return cls(sites=frozenset(sites), terms=frozenset(terms))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepState:
-    """What all layers read in one step; the tensors keep their places from step to step."""
+    """What all layers read in one step; the tensors keep their addresses from step to step."""
 
-    pages: torch.Tensor
-    page_map: torch.Tensor
-    directory: torch.Tensor
-    shared: torch.Tensor
+    tables: PoolTensors
     buffer: torch.Tensor
     """The step's metadata, int32."""
     capacity: list[int] = field(default_factory=list)
@@ -26,15 +46,20 @@ class StepState:
     tokens: int = 0
     """Rows that every adapted layer must see."""
 
+    def set_launch(self, buffers: StepBuffers, features: Features) -> None:
+        """Let the next calls of the layers read a written step."""
+        self.buffer = buffers.device_copy
+        self.capacity, self.features = list(capacity_numbers(buffers.capacity)), list(features.numbers())
+
 
 class ServedLinear(torch.nn.Module):
-    """Stands in the place of one layer and shares its parameters, under the same names.
+    """Replaces one layer and shares its parameters, under the same names.
 
     Args:
         layer: `nn.Linear` or transformers' `Conv1D`.
-        site: Its index in the directory; of its first part, where it is several.
+        site: Its index in the directory; the first of them, where the layer is several directory entries.
         name: Its path in the model.
-        step: What all layers read.
+        step: The state of the step, which all layers share.
         exchange: How ranks complete the intermediates of its terms; None where they exchange none.
     """
 
@@ -45,13 +70,14 @@ class ServedLinear(torch.nn.Module):
         self.weight, self.bias = layer.weight, layer.bias
         self.training = layer.training
         self.plain = (layer,)
-        """In a tuple, so that its parameters aren't listed twice."""
+        """The replaced layer, in a tuple, so that its parameters are not listed twice."""
         self.transposed = not isinstance(layer, torch.nn.Linear)
         self.site, self.name, self.step = site, name, step
         self.active = False
-        """Whether an adapter of the step touches the layer."""
-        self.exchange, self.exchanges = exchange, False
-        """The second: whether an adapter of the step has terms here."""
+        """Whether an adapter of the step changes the layer."""
+        self.exchange = exchange
+        self.exchanges = False
+        """Whether an adapter of the step has terms at the layer."""
         outputs = int(self.weight_NK.shape[0])
         parts = (None,) if exchange is None else exchange.parts(outputs)
         self.widths = [outputs if part is None else part[1] - part[0] for part in parts]
@@ -63,7 +89,7 @@ class ServedLinear(torch.nn.Module):
 
     @property
     def weight_NK(self) -> torch.Tensor:  # noqa: N802 - the suffix is a shape
-        """The weight as `(out, in)`; of a Conv1D, which stores `(in, out)`, a view: GEMMs take either order."""
+        """The weight as `(out, in)`; a view for a Conv1D, which stores `(in, out)`, since GEMMs take either order."""
         weight = self.weight
         assert isinstance(weight, torch.Tensor)  # noqa: S101 - narrows the type of a module's attribute
         return weight.T if self.transposed else weight
@@ -78,7 +104,8 @@ class ServedLinear(torch.nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if rows.shape[0] != step.tokens:
             self._refuse(rows.shape[0])
-        tensors = (step.pages, step.page_map, step.directory, step.shared, step.buffer)
+        tables = step.tables
+        tensors = (tables.pages, tables.page_map, tables.directory, tables.shared, step.buffer)
         numbers = (self.site, self.widths, step.capacity, step.features)
         out: torch.Tensor
         if self.exchange is not None and self.exchanges:

@@ -1,7 +1,7 @@
-"""The adapted layer as one PyTorch operator, `scute::adapted_linear`: in four steps, define, fake, CUDA, CPU.
+"""The adapted layer as one PyTorch operator, `scute::adapted_linear`, with its fake, CPU and CUDA implementations.
 
-It takes tensors and plain numbers alone, so that `torch.compile` and CUDA graphs see one opaque call; which adapter
-each row has lies in tensors, so the mix may change between calls and replays.
+The operator takes tensors and plain numbers only, so that `torch.compile` and CUDA graphs see one opaque call. The
+adapter of each row is data in a tensor, so the mix may change between calls and replays.
 """
 
 from __future__ import annotations
@@ -47,21 +47,35 @@ def adapted_linear(
         bias: `(N,)` or None.
         pages: The resident pool's pages; this and the next three as `DeviceMemory` holds them.
         page_map: int32.
-        directory: int32 `(tensors, sites, 16)`.
+        directory: int32 `(adapters, sites, 16)`.
         shared: Shared factors.
         step: The step's metadata, int32: `StepBuffers.device_copy`.
         first_site: Index of the first slice's site in the directory.
         widths: Output columns of each slice; they add up to N.
-        capacity: `step_form.capacity_numbers` of the step's buffers.
-        features: `Features.numbers`: what the step needs on a GPU. The reference looks at the tensors instead.
+        capacity: `arguments.capacity_numbers` of the step's buffers.
+        features: `Features.numbers` of the step, for launches on a GPU. The reference reads the tensors instead.
 
     Returns:
         `(T, N)` in the dtype of `x`.
     """
     del features
+    arguments = _arguments(pages, page_map, directory, shared, step, first_site, widths, capacity)
+    return adapted_output(x, _product(weight, bias), *arguments)
+
+
+def _arguments(
+    pages: torch.Tensor,
+    page_map: torch.Tensor,
+    directory: torch.Tensor,
+    shared: torch.Tensor,
+    step: torch.Tensor,
+    first_site: int,
+    widths: Sequence[int],
+    capacity: Sequence[int],
+) -> tuple[PoolTensors, StepRegions, Gemm]:
+    """Return the structures that the operator's tensors and numbers stand for."""
     tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
-    gemm = Gemm(first_site=first_site, widths=tuple(widths))
-    return adapted_output(x, _product(weight, bias), tables, StepRegions(capacity_of(capacity), step), gemm)
+    return tables, StepRegions(capacity_of(capacity), step), Gemm(first_site=first_site, widths=tuple(widths))
 
 
 def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
@@ -81,30 +95,31 @@ def adapted_output(
     gemm: Gemm,
     exchange: TermExchange | None = None,
 ) -> torch.Tensor:
-    """Return the adapted output `(T, N)` of one fused GEMM that the caller multiplies: the reference.
+    """Return the adapted output `(T, N)` of one fused GEMM, with the base's product left to the caller: the reference.
 
     Args:
         x: Inputs `(T, K)`.
         multiply: The base's product; called for `x` with its bias, and for delta rows without.
         tables: Resident adapters.
         step: This step's metadata.
-        gemm: Where the layer's sites stand.
-        exchange: How ranks complete the intermediates of fully sharded terms; None where terms are cut on one side.
+        gemm: The layer's sites.
+        exchange: How ranks complete the intermediates of fully sharded terms; None in the default layout.
     """
     y = multiply(x, biased=True)
-    row_slot = step.region("row_slot")[: len(x)]
-    held: list[tuple[torch.Tensor, slice, SiteTensors]] = []
-    for slot in dict.fromkeys(row_slot[row_slot >= 0].tolist()):  # rows stand alike on all ranks, tensors may not
-        rows = (row_slot == slot).nonzero().flatten()
+    row_adapter = step.region("row_adapter")[: len(x)]
+    found: list[tuple[torch.Tensor, slice, SiteTensors]] = []
+    # in the order of rows, which is the same on all ranks; adapter indices may differ
+    for adapter in dict.fromkeys(row_adapter[row_adapter >= 0].tolist()):
+        rows = (row_adapter == adapter).nonzero().flatten()
         start = 0
         for site, width in enumerate(gemm.widths, gemm.first_site):
-            tensors = read_site(tables, slot, site, (x.shape[1], width), shares=exchange.shares if exchange else 1)
+            tensors = read_site(tables, adapter, site, (x.shape[1], width), shares=exchange.shares if exchange else 1)
             if tensors is not None:
-                held.append((rows, slice(start, start + width), tensors))
+                found.append((rows, slice(start, start + width), tensors))
             start += width
-    hs = [shrink(x[rows], term.a, term.d) for rows, _, tensors in held for term in tensors.terms]
+    hs = [shrink(x[rows], term.a, term.d) for rows, _, tensors in found for term in tensors.terms]
     whole = iter(exchange.complete(hs) if exchange else hs)
-    for rows, part, tensors in held:
+    for rows, part, tensors in found:
         delta_y = _delta(x[rows], multiply, tensors)
         delta_y = None if delta_y is None else delta_y[:, part]
         vectors = replace(tensors, terms=())
@@ -149,11 +164,9 @@ def _(
     capacity: Sequence[int],
     features: Sequence[int],
 ) -> torch.Tensor:
-    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
-    regions = StepRegions(capacity_of(capacity), step)
-    gemm = Gemm(first_site=first_site, widths=tuple(widths))
+    arguments = _arguments(pages, page_map, directory, shared, step, first_site, widths, capacity)
     out: torch.Tensor = _kernels().adapted_linear(
-        x.contiguous(), weight, bias, tables, regions, gemm, Features.of_numbers(features)
+        x.contiguous(), weight, bias, *arguments, Features.of_numbers(features)
     )
     return out
 
@@ -167,7 +180,7 @@ def _kernels() -> ModuleType:
             where="the runtime on a GPU",
             found=f"no module named {error.name!r}",
             expected="triton",
-            next="`pip install triton`, or serve on the CPU",
+            next="`pip install 'scute-compile[runtime]'`, or serve on the CPU",
         )
     return launch
 
@@ -190,48 +203,47 @@ def exchanged_linear(
 ) -> torch.Tensor:
     """Return the output of one layer whose terms are fully sharded; arguments as for `adapted_linear`.
 
-    No operator, since ranks meet in it: `torch.compile` leaves it out. All ranks call it for the same batch.
+    Not an operator, since it contains collectives: `torch.compile` breaks the graph here. All ranks call it for the
+    same batch.
     """
-    tables = PoolTensors(pages=pages, page_map=page_map, directory=directory, shared=shared)
-    regions = StepRegions(capacity_of(capacity), step)
-    gemm = Gemm(first_site=first_site, widths=tuple(widths))
+    arguments = _arguments(pages, page_map, directory, shared, step, first_site, widths, capacity)
     if x.device.type == "cpu":
-        return adapted_output(x, _product(weight, bias), tables, regions, gemm, exchange)
+        return adapted_output(x, _product(weight, bias), *arguments, exchange)
     out: torch.Tensor = _kernels().adapted_linear(
-        x.contiguous(), weight, bias, tables, regions, gemm, Features.of_numbers(features), exchange
+        x.contiguous(), weight, bias, *arguments, Features.of_numbers(features), exchange
     )
     return out
 
 
 def read_site(
-    tables: PoolTensors, slot: int, site: int, size: tuple[int, int], *, shares: int = 1
+    tables: PoolTensors, adapter: int, site: int, size: tuple[int, int], *, shares: int = 1
 ) -> SiteTensors | None:
-    """Return an adapter's tensors at one site as the directory leads to them; None where it doesn't touch the site.
+    """Return an adapter's tensors at one site by way of the directory; None where it does not change the site.
 
     Args:
         tables: The pool's tensors.
-        slot: The adapter's place in the directory.
+        adapter: The adapter index.
         site: The layer's index.
         size: The layer's inputs and outputs.
-        shares: Among how many ranks the rows of A and entries of d are divided.
+        shares: Number of ranks among which the rows of A and entries of d are divided.
     """
-    record: list[int] = tables.directory[slot, site].tolist()
+    fields: list[int] = tables.directory[adapter, site].tolist()
     inputs, outputs = size
 
     def read(field: Field, *shape: int) -> torch.Tensor | None:
-        return read_field(tables, slot, site, field, shape) if record[field] >= 0 else None
+        return read_field(tables, adapter, site, field, shape) if fields[field] >= 0 else None
 
-    rank, block = record[Field.RANK], record[Field.R_BLOCK]
+    rank, block = fields[Field.RANK], fields[Field.R_BLOCK]
     terms: tuple[TermTensors, ...] = ()
     if rank > 0:
         a, b = (
-            read_field(tables, slot, site, field, shape)
+            read_field(tables, adapter, site, field, shape)
             for field, shape in ((Field.A_OFFSET, (rank // shares, inputs)), (Field.B_OFFSET, (rank, outputs)))
         )
         terms = (TermTensors(a=a, b=b, d=read(Field.D_OFFSET, rank // shares), e=read(Field.E_OFFSET, outputs)),)
     delta, rotation = None, None
-    if record[Field.R_OFFSET] >= 0:
-        blocks = 1 if record[Field.R_SHARED] else inputs // block
+    if fields[Field.R_OFFSET] >= 0:
+        blocks = 1 if fields[Field.R_SHARED] else inputs // block
         rotation = RotationKind.DIAGONAL if block == 1 else RotationKind.BLOCKS
         delta = read(Field.R_OFFSET, *((inputs,) if block == 1 else (blocks, block, block)))
     tensors = SiteTensors(

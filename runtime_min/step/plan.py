@@ -1,7 +1,7 @@
-"""One step's batch metadata: which rows belong to which resident adapter, as one buffer of int32 on the device.
+"""One step's batch metadata: which rows belong to which resident adapter, as one int32 buffer on the device.
 
-The buffer has a fixed place and layout, so that a captured graph reads the next step's mix from it. All layers share
-it: a record of work names a segment and a block, and each layer finds its own factors through the directory.
+The buffer has a fixed address and layout, so that a captured graph reads the next step's mix from it. All layers share
+it: a work item names a segment and a block, and each layer finds its factors through the directory.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ OWNED_ROWS = 1
 WIDE_RANK = 16
 """Largest rank of the wide tiles of the decode expand; segments above it are listed for the tall ones as well."""
 PAIR_TOKENS, PAIR_RANKS = 16, 8
-"""Tokens of a shared pair, and rows of its A, per program of the shared shrink. With 16 rows fewer programs are under
-way: with three stages, 16 tenants of VeRA added 1.78 ms to a decode step on an H200, and 1.68 with 8."""
+"""Tokens of a shared pair, and rows of its A, per program of the shared shrink. With 16 rows fewer programs run at
+once: with three stages, 16 tenants of VeRA added 1.78 ms to a decode step on an H200, and 1.68 with 8."""
 TILE_TOKENS = 64
 PAIR_FIELDS = 8
-
+ITEM_FIELDS = 4
+"""int32 fields of a work item, a segment, a block and a tile."""
 
 Segment = tuple[int, Sequence[int]]
-"""A slot, -1 for the base, and its rows."""
+"""An adapter index, -1 for the base, and its rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """How large a step may be; fixes the buffer's layout and the sizes of intermediate buffers."""
+    """The size of the largest step, which fixes the buffer's layout and the sizes of intermediate buffers."""
 
     tokens: int
     ranks: int
-    """Sum over the rows of their adapters' largest ranks."""
+    """Sum of the rows' ranks; a row's rank is its adapter's largest."""
     pairs: int = 4
     pair_ranks: int = 256
     """Largest rank of a shared pair."""
     rotated: int = 0
-    """Rows whose adapter turns its input."""
+    """Rows whose adapter rotates its input."""
     prefill: bool = False
-    """Which of the two forms it is for: each has regions of its own."""
+    """Which of the two forms the buffer is for; their regions differ."""
 
     @property
     def tall(self) -> int:
@@ -55,22 +56,22 @@ class Capacity:
         blocks = t // PAIR_TOKENS + self.pairs + 1
         lengths = {
             "counts": 4,
-            "row_slot": t,
+            "row_adapter": t,
             "pair": PAIR_FIELDS * self.pairs,
             "rot_position": t,
             "rotated": 2 * max(1, self.rotated),
         }
         if self.prefill:
-            lengths |= {"row_h": t, "seg_rows": t, "tile": 4 * (t // TILE_TOKENS + t + 1)}
+            lengths |= {"row_h": t, "seg_rows": t, "tile": ITEM_FIELDS * (t // TILE_TOKENS + t + 1)}
         else:
             lengths |= {
-                "segment": 4 * t,
-                "tall": 4 * max(1, self.tall),
-                "work": 4 * (t + self.ranks // OWNED_ROWS + 1),
-                "swork": 4 * blocks * -(-self.pair_ranks // PAIR_RANKS),
-                "block": 4 * blocks,
+                "segment": ITEM_FIELDS * t,
+                "tall": ITEM_FIELDS * max(1, self.tall),
+                "work": ITEM_FIELDS * (t + self.ranks // OWNED_ROWS + 1),
+                "swork": ITEM_FIELDS * blocks * -(-self.pair_ranks // PAIR_RANKS),
+                "block": ITEM_FIELDS * blocks,
                 "pair_rows": t,
-                "pair_slots": t,
+                "pair_adapters": t,
             }
         start, regions = 0, {}
         for name, length in lengths.items():
@@ -81,7 +82,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The regions of one step on the host, before they are copied to the device."""
+    """The regions of one step on the host."""
 
     regions: Mapping[str, Sequence[int]] = field(repr=False)
     tokens: int
@@ -91,14 +92,19 @@ class StepPlan:
     """Rows with a rotation."""
     tiles: int
     work: int
-    """Records of the owned shrink per slice."""
+    """Work items of the owned shrink per slice."""
     shared_work: int
     segments: int
     blocks: int
     tall: int
     ranks: int
-    """Of all rows together."""
+    """Sum of the rows' ranks."""
     prefill: bool = False
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The adapter index of every row, -1 for the base."""
+        return self.regions["row_adapter"]
 
 
 def plan_step(
@@ -107,26 +113,26 @@ def plan_step(
     """Lay out one step in the form that its buffers are for.
 
     Args:
-        rows: Slot of every row of the batch, -1 for the base alone.
-        facts: By slot.
-        pairs: Per shared pair: its rank, and zeros. Where its columns lie for a site, the directory's records say.
-        capacity: What the buffers hold.
+        rows: Adapter index of every row of the batch, -1 for the base.
+        facts: By adapter index.
+        pairs: Per shared pair: its rank, and zeros. The columns that a site uses are in the directory.
+        capacity: Of the buffers.
 
     Raises:
         ScuteError: SC804 when the batch is larger than the capacity.
     """
-    by_slot: dict[int, list[int]] = {}
-    for row, slot in enumerate(rows):
-        by_slot.setdefault(slot, []).append(row)
-    base_rows = by_slot.pop(-1, [])
-    segments = [*by_slot.items(), (-1, base_rows)]  # in the order of rows: slots may differ from rank to rank
-    turned = [row for row, slot in enumerate(rows) if slot >= 0 and facts[slot].rotated]
+    by_adapter: dict[int, list[int]] = {}
+    for row, adapter in enumerate(rows):
+        by_adapter.setdefault(adapter, []).append(row)
+    base_rows = by_adapter.pop(-1, [])
+    segments = [*by_adapter.items(), (-1, base_rows)]  # in the order of rows: indices may differ from rank to rank
+    rotated = [row for row, adapter in enumerate(rows) if adapter >= 0 and facts[adapter].rotated]
     form, ranks = _prefill(segments, facts, len(rows)) if capacity.prefill else _decode(segments, facts, rows)
     regions: dict[str, Sequence[int]] = {
-        "row_slot": rows,
+        "row_adapter": rows,
         "pair": [value for pair in pairs for value in pair],
-        "rot_position": _positions(turned, len(rows)),
-        "rotated": [v for row in turned for v in (row, rows[row])],
+        "rot_position": _positions(rotated, len(rows)),
+        "rotated": [value for row in rotated for value in (row, rows[row])],
         **form,
     }
     _check(regions, capacity, ranks)
@@ -134,14 +140,14 @@ def plan_step(
         regions=regions,
         tokens=len(rows),
         owned=ranks > 0,
-        shared=any(facts[slot].pair >= 0 for slot in by_slot),
-        rotated=len(turned),
-        tiles=_records(regions, "tile"),
-        work=_records(regions, "work"),
-        shared_work=_records(regions, "swork"),
-        segments=_records(regions, "segment"),
-        blocks=_records(regions, "block"),
-        tall=_records(regions, "tall"),
+        shared=any(facts[adapter].pair >= 0 for adapter in by_adapter),
+        rotated=len(rotated),
+        tiles=_items(regions, "tile"),
+        work=_items(regions, "work"),
+        shared_work=_items(regions, "swork"),
+        segments=_items(regions, "segment"),
+        blocks=_items(regions, "block"),
+        tall=_items(regions, "tall"),
         ranks=ranks,
         prefill=capacity.prefill,
     )
@@ -150,10 +156,10 @@ def plan_step(
 def _prefill(
     segments: Sequence[Segment], facts: Mapping[int, ResidentFacts], rows: int
 ) -> tuple[dict[str, Sequence[int]], int]:
-    """Return tiles of one adapter's tokens, and the sum of the rows' ranks, those of shared pairs too."""
+    """Return tiles of one adapter's tokens, and the sum of the rows' ranks, those of shared pairs included."""
     row_h, position = [0] * rows, 0
-    for slot, members in segments[:-1]:
-        rank = max(facts[slot].rank, facts[slot].pair_rank)
+    for adapter, members in segments[:-1]:
+        rank = max(facts[adapter].rank, facts[adapter].pair_rank)
         for row in members:
             row_h[row] = position
             position += rank
@@ -167,64 +173,64 @@ def _prefill(
 def _decode(
     segments: Sequence[Segment], facts: Mapping[int, ResidentFacts], rows: Sequence[int]
 ) -> tuple[dict[str, Sequence[int]], int]:
-    """Return records of work, each with all that a program needs to begin, and the sum of the rows' own ranks."""
+    """Return work items, each with all that a program needs to begin, and the sum of the rows' owned ranks."""
     work: list[int] = []
     segment: list[int] = []
     tall: list[int] = []
     position = 0
-    for slot, members in segments:
-        rank = facts[slot].rank if slot >= 0 else 0
+    for adapter, members in segments:
+        rank = facts[adapter].rank if adapter >= 0 else 0
         for row in members:
-            record = (slot, row, position, 0)
+            item = (adapter, row, position, 0)
             for block in range(-(-rank // OWNED_ROWS)):
-                work += (slot << 12 | block, row, position, 0)
-            if slot < 0 or _owns(facts[slot]):
-                segment += record
+                work += (adapter << 12 | block, row, position, 0)
+            if adapter < 0 or _owns(facts[adapter]):
+                segment += item
             if rank > WIDE_RANK:
-                tall += record
+                tall += item
             position += rank
-    work[3::4] = [len(work) // 4] * (len(work) // 4)
+    work[3::ITEM_FIELDS] = [len(work) // ITEM_FIELDS] * (len(work) // ITEM_FIELDS)
     return {
         "work": work,
         "segment": segment,
         "tall": tall,
-        "counts": [len(tall) // 4],
+        "counts": [len(tall) // ITEM_FIELDS],
         **_shared(rows, facts),
     }, position
 
 
 def _owns(facts: ResidentFacts) -> bool:
-    """Return whether a segment of its own has anything to do at some site."""
+    """Return whether the adapter needs segments beside the blocks of its shared pair."""
     return facts.pair < 0 or facts.beside_pair
 
 
-def _records(regions: Mapping[str, Sequence[int]], name: str) -> int:
-    return len(regions.get(name, ())) // 4
+def _items(regions: Mapping[str, Sequence[int]], name: str) -> int:
+    return len(regions.get(name, ())) // ITEM_FIELDS
 
 
 def _positions(listed: Sequence[int], rows: int) -> list[int]:
-    """Return each row's place among the listed ones; -1 for others."""
+    """Return each row's position among the listed rows; -1 for other rows."""
     positions = [-1] * rows
-    for place, row in enumerate(listed):
-        positions[row] = place
+    for position, row in enumerate(listed):
+        positions[row] = position
     return positions
 
 
 def _tiles(segments: Sequence[Segment]) -> list[int]:
     tiles: list[int] = []
     start = 0
-    for slot, members in segments:
+    for adapter, members in segments:
         for first in range(0, len(members), TILE_TOKENS):
-            tiles += [slot, start + first, min(TILE_TOKENS, len(members) - first), 0]
+            tiles += [adapter, start + first, min(TILE_TOKENS, len(members) - first), 0]
         start += len(members)
     return tiles
 
 
 def _shared(rows: Sequence[int], facts: Mapping[int, ResidentFacts]) -> dict[str, list[int]]:
     by_pair: dict[int, list[int]] = {}
-    for row, slot in enumerate(rows):
-        if slot >= 0 and facts[slot].pair >= 0:
-            by_pair.setdefault(facts[slot].pair, []).append(row)
+    for row, adapter in enumerate(rows):
+        if adapter >= 0 and facts[adapter].pair >= 0:
+            by_pair.setdefault(facts[adapter].pair, []).append(row)
     swork: list[int] = []
     block: list[int] = []
     listed: list[int] = []
@@ -235,7 +241,7 @@ def _shared(rows: Sequence[int], facts: Mapping[int, ResidentFacts]) -> dict[str
             block += [*part, 0]
             swork += [value for ranks in range(-(-rank // PAIR_RANKS)) for value in (*part, ranks)]
         listed += members
-    return {"swork": swork, "block": block, "pair_rows": listed, "pair_slots": [rows[row] for row in listed]}
+    return {"swork": swork, "block": block, "pair_rows": listed, "pair_adapters": [rows[row] for row in listed]}
 
 
 def _check(regions: Mapping[str, Sequence[int]], capacity: Capacity, ranks: int) -> None:
@@ -252,7 +258,7 @@ def _check(regions: Mapping[str, Sequence[int]], capacity: Capacity, ranks: int)
 
 
 class StepRegions:
-    """A step's metadata as kernels read it: one int32 tensor, and where its regions lie."""
+    """A step's metadata as kernels read it: one int32 tensor, and the layout of its regions."""
 
     def __init__(self, capacity: Capacity, device_copy: torch.Tensor) -> None:
         self.capacity = capacity
@@ -269,14 +275,14 @@ class StepRegions:
 
 
 HOST_COPIES = 4
-"""Steps whose metadata may wait for the device while the host prepares the next one."""
+"""Steps whose metadata may be waiting for the device while the host prepares the next step."""
 
 
 class StepBuffers(StepRegions):
-    """The device's copy of a step's plan, at a fixed address, and the host's copies that it is filled from.
+    """The device's copy of a step's plan, at a fixed address, and the host buffers that it is filled from.
 
-    A copy to the device reads pinned memory after `fill` has returned. So the host has a few buffers in turn, and an
-    event says when each may be written again. Steps that are filled on different streams are for the caller to order.
+    A copy to the device reads pinned memory after `fill` has returned. So several host buffers are used in turn, and
+    an event marks when each may be written again. The caller orders steps that are filled on different streams.
     """
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
@@ -285,25 +291,25 @@ class StepBuffers(StepRegions):
         cuda = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(HOST_COPIES if cuda else 1)]
         self._absent = torch.zeros(size, dtype=torch.int32)
-        for name in ("row_slot", "rotated", "rot_position", *(() if capacity.prefill else ("segment", "work"))):
+        for name in ("row_adapter", "rotated", "rot_position", *(() if capacity.prefill else ("segment", "work"))):
             self._part(self._absent, name).fill_(-1)
         if capacity.prefill:
-            self._part(self._absent, "tile")[::4] = -1
+            self._part(self._absent, "tile")[::ITEM_FIELDS] = -1
         self._read: list[torch.cuda.Event | None] = [None] * len(self._hosts)
         self._turn = 0
 
     def fill(self, plan: StepPlan) -> None:
-        """Copy a plan to the device in one piece, on the current stream; the host waits for older copies alone.
+        """Copy a plan to the device in one piece, on the current stream; the host waits for older copies only.
 
-        Rows beyond the plan's tokens belong to no adapter, and records beyond its own hold no rows: a graph that was
+        Rows beyond the plan's tokens get no adapter, and work items beyond the plan's hold no rows: a graph that was
         captured for larger steps launches programs for them too.
         """
         host = self._host()
         values = host.numpy()
         values[:] = self._absent.numpy()
-        for name, given in plan.regions.items():
+        for name, region in plan.regions.items():
             start, _ = self.layout[name]
-            values[start : start + len(given)] = given
+            values[start : start + len(region)] = region
         self.device_copy.copy_(host, non_blocking=True)
         if self.device_copy.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it unannotated
@@ -312,7 +318,7 @@ class StepBuffers(StepRegions):
             self._turn = (self._turn + 1) % len(self._hosts)
 
     def _host(self) -> torch.Tensor:
-        """Return the next host buffer, once the copy that last read it is done."""
+        """Return the next host buffer, once the last copy from it is done."""
         read = self._read[self._turn]
         if read is not None:
             read.synchronize()

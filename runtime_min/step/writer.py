@@ -1,161 +1,232 @@
-"""Steps of a served model: which adapter each token has, written to where all layers read it."""
+"""The step writer: holds the adapters of a step on the device, plans its rows and fills the buffers that kernels read.
+
+Buffers keep their addresses from step to step, so that a captured graph finds the plan of every later step where it
+read the first one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scute_compile.diagnostics import Code, fail
 from scute_compile.runtime_min.pool.directory import Field, values_per_granule
-from scute_compile.runtime_min.pool.leases import ResidentFacts
+from scute_compile.runtime_min.pool.leases import Lease
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
-from scute_compile.runtime_min.step.arguments import capacity_numbers, features_of, fixed_features
-from scute_compile.runtime_min.step.layer import StepState
-from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
+from scute_compile.runtime_min.step.arguments import Features, features_of, fixed_features
+from scute_compile.runtime_min.step.plan import WIDE_RANK, Capacity, StepBuffers, StepPlan, plan_step
 
 DECODE_ROWS = 16
 """Most rows of one adapter in the decode form, which reads a factor once for every two of them."""
+LEAST_PAIR_RANK = 16
+"""Ranks of a shared pair that buffers hold at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedFacts:
-    """What a model must know of a loaded adapter before any step."""
-
-    sites: frozenset[int]
-    """Indices of the layers that it touches."""
-    terms: frozenset[int]
-    """Indices of those where it has low-rank terms."""
-    rank: int
-    """Largest of its own terms and its shared pair."""
-    pair_rank: int
-    rotated: bool
-    whole_granules: bool
-    """Whether every rotation block's width is a multiple of a granule; diagonals count as whole."""
-
-    @classmethod
-    def of(cls, packed: PackedAdapter) -> LoadedFacts:
-        """Read the facts off an packed's records."""
-        records = packed.records
-        turned = records[:, Field.R_OFFSET] >= 0
-        touched = turned | (records[:, Field.RANK] > 0)
-        touched |= (records[:, Field.DS_OFFSET] >= 0) | (records[:, Field.SHIFT_OFFSET] >= 0)
-        blocks = set(records[turned, Field.R_BLOCK].tolist()) - {1}
-        pair_rank = max((pair.rank for pair in packed.pairs), default=0)
-        return cls(
-            sites=frozenset(touched.nonzero().flatten().tolist()),
-            terms=frozenset((records[:, Field.RANK] > 0).nonzero().flatten().tolist()),
-            rank=max(packed.own_rank, pair_rank),
-            pair_rank=pair_rank,
-            rotated=packed.rotated,
-            whole_granules=all(block % values_per_granule(packed.dtype) == 0 for block in blocks),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSizes:
-    """How large a step may be."""
+class StepLimits:
+    """How large a step may be, and what decides its form."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    """Most tokens of the decode form."""
-    max_lora_rank: int
-    """Ranks per token that the buffers hold from the start."""
-    max_adapters: int
-    fixed: bool
-    """Whether every step is launched alike, whatever its adapters."""
+    """Most rows of the decode form."""
+    max_lora_rank: int = 0
+    pair_rank: int = 0
+    """Largest rank of a shared pair."""
+    rotations: bool = False
+    """Whether an adapter may rotate its inputs."""
+    whole_granules: bool = True
+    """Whether every rotation block's width is a multiple of a granule; diagonals count as whole."""
     shares: int = 1
-    """Among how many ranks terms are divided."""
+    """Number of ranks among which fully sharded terms are divided."""
+    fixed: bool = False
+    """Whether the number of rows alone decides the form, as graphs need that are captured for a number of rows."""
+    padded_beyond: bool = False
+    """Whether a step of fewer rows may be padded to more than `max_num_seqs`, where graphs read the prefill form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepForm:
+    """One of the two forms, decode or prefill, in which the current step is written."""
+
+    buffers: StepBuffers
+    plan: StepPlan
+    """What the buffers hold."""
 
 
 class StepWriter:
-    """Plans steps and fills their buffers; a step that is the same as the one before costs nothing."""
+    """Writes the steps of one model on one rank.
 
-    def __init__(self, pool: ResidentPool, state: StepState, sizes: StepSizes) -> None:
-        self._pool, self._state, self.sizes = pool, state, sizes
+    Args:
+        pool: The adapters.
+        limits: Of the largest step; `fit` raises those that depend on the adapters.
+    """
+
+    def __init__(self, pool: ResidentPool, limits: StepLimits) -> None:
+        self.pool, self.limits = pool, limits
+        self.max_adapters = len(pool.memory.directory)
+        self.tokens = 0
+        """Rows of the current step."""
         self._buffers: dict[bool, StepBuffers] = {}
-        """By form: True for prefill."""
-        self._written: dict[bool, tuple[int, ...]] = {}
-        self._features: dict[bool, list[int]] = {}
-        self._slots: Mapping[str, int] | None = None
-        self._facts: Mapping[int, ResidentFacts] = {}
-        self._pairs: tuple[tuple[int, ...], ...] = ()
-        self._whole_granules = True
-        self.fit(())
+        """By form: False for decode, True for prefill."""
+        self._planned: dict[bool, StepForm] = {}
+        """By form, the last step that was written in it for the held adapters."""
+        self.forms: tuple[StepForm, ...] = ()
+        """The forms of the current step, decode first."""
+        self._lease: Lease | None = None
+        self._make_buffers()
 
-    def fit(self, loaded: Iterable[LoadedFacts]) -> None:
-        """Make the buffers large enough for every mix of these adapters; they never shrink."""
-        facts = list(loaded)
-        held = [buffers.capacity for buffers in self._buffers.values()]
-        self._whole_granules = all(one.whole_granules for one in facts)
-        shares = self.sizes.shares
-        rank = -(-max([1, self.sizes.max_lora_rank, *(one.rank for one in facts)]) // shares) * shares
-        pair_rank = max([16, *(one.pair_rank for one in facts), *(capacity.pair_ranks for capacity in held)])
-        rotated = any(one.rotated for one in facts) or any(capacity.rotated for capacity in held)
-        for prefill, tokens in ((True, self.sizes.max_num_batched_tokens), (False, self.sizes.max_num_seqs)):
-            before = self._buffers.get(prefill)
-            capacity = Capacity(
-                tokens=tokens,
-                ranks=max(tokens * rank, before.capacity.ranks if before else 0),
-                pairs=len(self._pool.pairs),
-                pair_ranks=pair_rank,
-                rotated=tokens if rotated else 0,
-                prefill=prefill,
-            )
-            if before is None or capacity != before.capacity:
-                self._buffers[prefill] = StepBuffers(capacity, self._state.pages.device)
-                self._written.pop(prefill, None)
+    def fit(self, packed: PackedAdapter) -> None:
+        """Raise the limits to those of an adapter and make the buffers large enough. Nothing ever shrinks."""
+        widths = packed.rows[:, Field.R_BLOCK]
+        values = values_per_granule(packed.dtype)
+        self.limits = dataclasses.replace(
+            self.limits,
+            max_lora_rank=max(self.limits.max_lora_rank, packed.own_rank),
+            pair_rank=max([self.limits.pair_rank, *(pair.rank for pair in packed.pairs)]),
+            rotations=self.limits.rotations or packed.rotated,
+            whole_granules=self.limits.whole_granules and not (widths[widths > 1] % values).any(),
+        )
+        self._make_buffers()
 
-    def begin(self, slots: Mapping[str, int] | None) -> None:
-        """Start steps with these adapters, which are held until the last of them; None: with the base alone."""
-        self._slots = slots
-        self._written.clear()
-        self._facts, self._pairs = self._pool.facts, self._pool.pairs
+    def _make_buffers(self) -> None:
+        self._planned.clear()
+        self.forms = ()
+        for prefill in (False, True):
+            buffers, capacity = self._buffers.get(prefill), self._capacity(prefill=prefill)
+            if buffers is None or buffers.capacity != capacity:
+                self._buffers[prefill] = StepBuffers(capacity, self.pool.device)
 
-    def write(self, adapters: Sequence[str | None]) -> None:
-        """Let the next call of the model give each token the adapter of the same place.
+    def _capacity(self, *, prefill: bool) -> Capacity:
+        """Return the capacity of one form; prefill keeps the rows of shared pairs beside those of owned terms."""
+        limits = self.limits
+        tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs) if prefill else limits.max_num_seqs
+        rank = max(1, limits.max_lora_rank, limits.pair_rank if prefill else 0)
+        return Capacity(
+            tokens=tokens,
+            ranks=tokens * -(-rank // limits.shares) * limits.shares,
+            pairs=len(self.pool.pairs),
+            pair_ranks=max(LEAST_PAIR_RANK, limits.pair_rank),
+            rotated=tokens if limits.rotations else 0,
+            prefill=prefill,
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Most rows of a step."""
+        return self._buffers[True].capacity.tokens
+
+    @property
+    def held(self) -> bool:
+        """Whether `hold` was called and not followed by `release`."""
+        return self._lease is not None
+
+    @property
+    def adapted(self) -> bool:
+        """Whether any adapter is held, so that rows of the current step may have one."""
+        return self._lease is not None and bool(self._lease.indices)
+
+    def hold(self, names: Iterable[str | None]) -> None:
+        """Hold the adapters of the next steps on the device until the next call or `release`.
+
+        Args:
+            names: The pool's names; None (the base) and repetitions count for nothing.
 
         Raises:
-            ScuteError: SC804 when there are more tokens than the buffers hold.
+            ScuteError: SC802, SC804 and SC805 as `ResidentPool.acquire`; what was held before is then still held.
         """
-        tokens = len(adapters)
-        self._state.tokens = tokens
-        if self._slots is None:
-            return
-        if tokens > self.sizes.max_num_batched_tokens:
+        lease = self.pool.acquire(name for name in dict.fromkeys(names) if name is not None)
+        self.release()
+        self._lease = lease
+        self._planned.clear()
+
+    def release(self) -> None:
+        """Release the held adapters, once all kernels that read them were given to the current stream."""
+        if self._lease is not None:
+            self.pool.release(self._lease)
+            self._lease = None
+
+    def write(self, names: Sequence[str | None]) -> None:
+        """Give each row of the next call an adapter. A form that holds the same rows already is left as it is.
+
+        Args:
+            names: The name of each row's adapter, which must be held; None for the base.
+
+        Raises:
+            ScuteError: SC804 when there are more rows than the buffers hold.
+        """
+        if len(names) > self.max_tokens:
             fail(
                 Code.SC804,
                 where="a step",
-                found=f"{tokens} tokens",
-                expected=f"at most {self.sizes.max_num_batched_tokens}, for which the model was wrapped",
-                next="split the batch, shorten the prompts, or wrap the model with a larger max_num_batched_tokens",
+                found=f"{len(names)} tokens",
+                expected=f"at most {self.max_tokens}, the max_num_batched_tokens that buffers were made for",
+                next="split the batch, shorten the prompts, or start with a larger max_num_batched_tokens",
             )
-        rows = tuple(-1 if name is None else self._slots[name] for name in adapters)
-        prefill = self._is_prefill(rows)
-        buffers = self._buffers[prefill]
-        if self._written.get(prefill) != rows:
-            plan = plan_step(rows, self._facts, self._pairs, buffers.capacity)
-            buffers.fill(plan)
-            self._written[prefill] = rows
-            if self.sizes.fixed:
-                features = fixed_features(
-                    buffers.capacity,
-                    max_adapters=self.sizes.max_adapters,
-                    prefill=prefill,
-                    whole_granules=self._whole_granules,
-                )
-            else:
-                features = features_of(plan, whole_granules=self._whole_granules)
-            self._features[prefill] = list(features.numbers())
-        self._state.buffer = buffers.device_copy
-        self._state.capacity = list(capacity_numbers(buffers.capacity))
-        self._state.features = self._features[prefill]
+        indices: dict[str | None, int] = {None: -1}
+        indices.update(self._lease.indices if self._lease else {})
+        rows = tuple(map(indices.__getitem__, names))
+        self.tokens, self.forms = len(rows), ()
+        self.forms = tuple(self._plan(prefill, rows) for prefill in self._forms_of(rows))
 
-    def _is_prefill(self, rows: Sequence[int]) -> bool:
-        """Whether tiles of many tokens serve a step better; fixed steps go by their size alone."""
-        if len(rows) > self.sizes.max_num_seqs:
-            return True
-        counts = Counter(rows)
-        del counts[-1]
-        return not self.sizes.fixed and max(counts.values(), default=0) > DECODE_ROWS
+    def _plan(self, prefill: bool, rows: tuple[int, ...]) -> StepForm:
+        form = self._planned.get(prefill)
+        if form is None or form.plan.rows != rows:
+            self._planned.pop(prefill, None)
+            buffers = self._buffers[prefill]
+            form = StepForm(buffers=buffers, plan=plan_step(rows, self.pool.facts, self.pool.pairs, buffers.capacity))
+            buffers.fill(form.plan)
+            self._planned[prefill] = form
+        return form
+
+    def _forms_of(self, rows: Sequence[int]) -> tuple[bool, ...]:
+        """Return the forms that a step is written in, decode as False and prefill as True.
+
+        Args:
+            rows: The adapter index of each row.
+        """
+        if len(rows) > self.limits.max_num_seqs:
+            return (True,)
+        if self.limits.padded_beyond:
+            return (False, True)
+        if self.limits.fixed:
+            return (False,)
+        counts = Counter(row for row in rows if row >= 0)
+        return (max(counts.values(), default=0) > DECODE_ROWS,)
+
+    def form_for(self, rows: int) -> StepForm | None:
+        """Return the form that a call with `rows` rows, with padding, reads; None where the step has none for it."""
+        fitting = (form for form in self.forms if self.tokens <= rows <= form.buffers.capacity.tokens)
+        return next(fitting, None)
+
+    def arguments(self) -> tuple[StepBuffers, Features]:
+        """Return the buffers and features that launches of the current step take.
+
+        Where the limits are `fixed`, these are the features of any step in its form.
+        """
+        form, *_ = self.forms
+        return form.buffers, self.fixed(form) if self.limits.fixed else self.exact(form)
+
+    def exact(self, form: StepForm) -> Features:
+        """Return what the plan in a form needs and nothing more."""
+        return features_of(form.plan, whole_granules=self.limits.whole_granules)
+
+    def fixed(self, form: StepForm, rows: int | None = None, *, plain: bool = False) -> Features:
+        """Return what any step in a form may need.
+
+        Args:
+            form: One of the current step's.
+            rows: Of every such step, with padding; None: as many as the form holds.
+            plain: Whether no such step has a shared pair or a rotation.
+        """
+        capacity = form.buffers.capacity
+        rows = capacity.tokens if rows is None else rows
+        capacity = dataclasses.replace(
+            capacity, tokens=rows, ranks=capacity.ranks // capacity.tokens * rows, rotated=min(rows, capacity.rotated)
+        )
+        most = fixed_features(
+            capacity, max_adapters=self.max_adapters, whole_granules=self.limits.whole_granules, plain=plain
+        )
+        return dataclasses.replace(most, tall=0) if self.limits.max_lora_rank <= WIDE_RANK else most

@@ -1,7 +1,7 @@
-"""What an architecture's name says about its linear layers: the table of rows, and how a plan's words are read.
+"""The table of architectures, and the interpretation of transformers' tensor-parallel plans.
 
-A row stands here when transformers has no plan for the architecture, or when its plan says something else than what an
-engine in Megatron's manner holds. Everything else is read from the plan.
+The table has a row where transformers has no plan for a layer, or where its plan differs from what an engine with
+Megatron's layout holds. All other layers are read from the plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scute_compile.ir.linear import Split
 
 
 class Packing(StrEnum):
-    """What a layer's split axis is made of."""
+    """The entries of a layer's split axis."""
 
     PLAIN = "entries of one kind"
     HEADS = "query heads"
@@ -26,16 +26,16 @@ class Packing(StrEnum):
     QKV = "q|k|v"
     """All of q, then all of k, then all of v."""
     QKV_PER_HEAD = "q,k,v of each head"
-    """Interleaved: a head's three parts stand together."""
+    """Interleaved: the three parts of a head are adjacent."""
     GATE_UP = "gate|up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """How one kind of layer of some architectures is stored and divided."""
+    """How one kind of layer is stored and divided."""
 
     pattern: str
-    """End of the module path; `*` stands for a number."""
+    """The end of the module path; `*` matches a number."""
     split: Split
     packing: Packing = Packing.PLAIN
     transposed: bool = False
@@ -48,7 +48,8 @@ def _conv1d(pattern: str, split: Split, packing: Packing = Packing.PLAIN) -> Row
 
 _GATE_UP = Row(pattern="layers.*.mlp.gate_up_proj", split=Split.COLUMN, packing=Packing.GATE_UP)
 
-# Their plans gather the output of fused projections, because their code slices it; an engine cuts each part instead.
+# Their plans all-gather the output of fused projections, because their code slices it; an engine cuts each part
+# instead.
 _PHI3 = (
     Row(pattern="layers.*.self_attn.qkv_proj", split=Split.COLUMN, packing=Packing.QKV),
     Row(pattern="layers.*.self_attn.o_proj", split=Split.ROW, packing=Packing.HEADS),
@@ -59,7 +60,7 @@ _GLM = (_GATE_UP, Row(pattern="layers.*.mlp.down_proj", split=Split.ROW))
 
 ROWS: Mapping[str, tuple[Row, ...]] = MappingProxyType(
     {
-        # Conv1D throughout, and no plan. Cross-attention packs k|v and is left unknown.
+        # All layers are Conv1D, and there is no plan. Cross-attention packs k|v and is left unknown.
         "gpt2": (
             _conv1d("h.*.attn.c_attn", Split.COLUMN, Packing.QKV),
             _conv1d("h.*.attn.c_proj", Split.ROW, Packing.HEADS),
@@ -69,7 +70,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = MappingProxyType(
             _conv1d("h.*.crossattention.c_attn", Split.UNKNOWN),
             _conv1d("h.*.crossattention.c_proj", Split.UNKNOWN),
         ),
-        # The plan says column, but not that q, k and v are interleaved per head.
+        # The plan gives the column split, but not that q, k and v are interleaved per head.
         "gpt_neox": (
             Row(pattern="layers.*.attention.query_key_value", split=Split.COLUMN, packing=Packing.QKV_PER_HEAD),
             Row(pattern="layers.*.attention.dense", split=Split.ROW, packing=Packing.HEADS),
@@ -85,13 +86,13 @@ ROWS: Mapping[str, tuple[Row, ...]] = MappingProxyType(
         "glm_ocr_text": _GLM,
     }
 )
-"""By model type. A row goes before the plan; layers without a row are read from the plan."""
+"""By model type. A row takes precedence over the plan."""
 
 WORDS: Mapping[str, Split] = MappingProxyType(
     {
         "colwise": Split.COLUMN,
         "rowwise": Split.ROW,
-        # Gathering an output or scattering an input moves activations; the weights are cut all the same.
+        # These also move activations; the weights are cut in the same way.
         "colwise_gather_output": Split.COLUMN,
         "colwise_rep": Split.COLUMN,
         "rowwise_split_input": Split.ROW,
@@ -101,7 +102,7 @@ WORDS: Mapping[str, Split] = MappingProxyType(
         "mla_kv_a_proj": Split.REPLICATED,
     }
 )
-"""How a plan's words are read. The others (packed, grouped, experts, embeddings) name no linear site."""
+"""A plan's word -> the split. Other words (packed, grouped, experts, embeddings) describe no linear site."""
 
 PACKINGS: Mapping[str, Packing] = MappingProxyType(
     {
@@ -116,14 +117,14 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
         "down_proj": Packing.PLAIN,
     }
 )
-"""By a layer's own name, for layers that a plan divides."""
+"""By the last part of a layer's path, for layers that a plan divides."""
 
-# Layers that pack several projections: a plan doesn't say in which order, so only a row makes them known. CodeGen's
-# `qkv_proj`, for one, holds q, v, k four times over.
+# Layers that pack several projections: a plan doesn't give their order, so they need a row of the table. CodeGen's
+# `qkv_proj`, for example, consists of q, v, k repeated four times.
 _PACKED = re.compile(r"qkv\w*|\w*_qkv\w*|query_key_value|c_attn|Wqkv|W_pack|gate_up_proj|in_proj\w*|index_qk_proj")
 
-# `down(act(gate) * up)` holds in transformers wherever a plan divides the three, except for these: they clamp or
-# rescale `up` before the product (`modeling_*.py`, release 5.24), so a factor does not commute with it.
+# `down(act(gate) * up)` holds in transformers wherever a plan divides the three layers, except for these architectures:
+# they clamp or rescale `up` before the product (`modeling_*.py`, release 5.24), so a factor does not commute with it.
 CLAMPED_UP = frozenset({"deepseek_v4", "dory", "glm5_next_text", "glm5_next_vision", "gpt_oss", "step3p5"})
 
 
@@ -133,7 +134,7 @@ def row_for(model_type: str, path: str) -> Row | None:
 
 
 def plan_row(model_type: str, path: str) -> Row | None:
-    """Return what the plan of transformers says about a module, or None where it says nothing usable."""
+    """Return the row for a module that follows from transformers' plan, or None."""
     for pattern, word in (tp_plan(model_type) or {}).items():
         if word in WORDS and ends_with(path, pattern):
             return _read(pattern, word, path.rpartition(".")[2])
@@ -143,15 +144,15 @@ def plan_row(model_type: str, path: str) -> Row | None:
 def _read(pattern: str, word: str, name: str) -> Row | None:
     if _PACKED.fullmatch(name):
         return None
-    # A gathered layer of another name (a recurrent mixer's input, a projector) is gathered because its code can't work
-    # on a shard; what an engine holds of it is not known.
+    # A plan all-gathers the output of other layers (a recurrent mixer's input, a projector) because their code can't
+    # use a shard; what an engine holds of them is not known.
     if word not in {"colwise", "rowwise"} and WORDS[word] is not Split.REPLICATED and name not in PACKINGS:
         return None
     return Row(pattern=pattern, split=WORDS[word], packing=PACKINGS.get(name, Packing.PLAIN))
 
 
 def ends_with(path: str, pattern: str) -> bool:
-    """Say whether a module path ends with a pattern, at a dot.
+    """Return whether a module path ends with a pattern, at a dot.
 
     >>> ends_with("model.layers.3.self_attn.q_proj", "layers.*.self_attn.q_proj")
     True

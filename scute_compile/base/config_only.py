@@ -1,7 +1,7 @@
-"""Names and shapes of a base of which only the config.json is there.
+"""Derives the tensors of a base from its config.json alone.
 
-The model is built on the meta device, without weights. This is the one function of planning that imports torch and
-transformers, and only for a folder that holds no weights.
+The model is built on the meta device, without weights. This is the only module of planning that imports torch and
+transformers, and it does so only for a base folder without weights.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from scute_compile.diagnostics import Code, Diagnostic, ScuteError, fail
+from scute_compile.ir.dtypes import FORMATS, DType
 from scute_compile.ir.expressions import Ref, Source
 
 if TYPE_CHECKING:
     import torch
 
-_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 _WEIGHTS_HELP = "name a folder with the base's safetensors files: their headers give names and shapes"
 
 
 def structure_tensors(config_path: Path) -> Mapping[str, Ref]:
-    """Return the tensors that the base's checkpoint would hold, by key: names, shapes, and the configuration's dtype.
+    """Return the tensors of the base's checkpoint by key: names, shapes, and the configuration's dtype.
 
-    Tied weights appear once, under the name that `save_pretrained` keeps.
+    Tied weights appear once, under the name that `save_pretrained` writes.
 
     Raises:
         ScuteError: SC701 when torch or transformers is not installed, SC405 when transformers can't build the model.
     """
     state = _state(config_path)
+    codes = {f"torch.{row.name}": row.code for row in FORMATS.values()}
     tensors: dict[str, Ref] = {}
     for key, tensor in state.items():
-        dtype = _SAFETENSORS.get(str(tensor.dtype).removeprefix("torch."), "F32")
-        tensors[key] = Ref(Source.BASE, key, tuple(tensor.shape), dtype)
+        code = codes.get(str(tensor.dtype), DType.FLOAT32.code)
+        tensors[key] = Ref(Source.BASE, key, tuple(tensor.shape), code)
     return MappingProxyType(tensors)
 
 
@@ -47,16 +48,16 @@ def _state(config_path: Path) -> Mapping[str, torch.Tensor]:
             where=str(config_path),
             found=f"a base without weights, and no package `{missing.name}`",
             expected="torch and transformers, to derive the base's structure from its configuration alone",
-            next=f"`pip install torch transformers`, or {_WEIGHTS_HELP}",
+            next=f"`pip install 'scute-compile[compile]'`, or {_WEIGHTS_HELP}",
         )
     try:
-        # Code that comes with a model is never run.
+        # Code that is part of a model's repository is never run.
         config = transformers.AutoConfig.from_pretrained(
             config_path.parent, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
         raise _unbuildable(config_path, error) from error
-    # A multimodal model is registered as a language model too, at times as its text part alone.
+    # A multimodal model is also registered as a language model, sometimes as its text part alone.
     whole_first = any(str(name).endswith("ForConditionalGeneration") for name in config.architectures or ())
     kinds = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
     reason: Exception | None = None
@@ -94,7 +95,7 @@ def _saved_state(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
             state[key] = tensor.detach()
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before the release that loads checkpoints through conversions, names were the model's own
+    except ImportError:  # releases without conversions save tensors under the model's names
         return state
     reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
     return reverted

@@ -1,7 +1,7 @@
-"""Which entries of a layer's two axes each tensor-parallel rank holds.
+"""Computes which entries of a layer's two axes each tensor-parallel rank holds.
 
-The layout is that of engines in Megatron's manner (arXiv:1909.08053 section 3): column layers are cut by output, part
-by part and in whole heads; row layers by input; key and value heads are copied when there are more ranks than heads.
+The layout is Megatron's (arXiv:1909.08053 section 3): column layers are cut by output, part by part and in whole heads;
+row layers by input; key and value heads are replicated when there are more ranks than heads.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from scute_compile.ir.expressions import Ranges
 from scute_compile.ir.linear import Cut, Linear, Part, Split, TermCut
 
 MOST_RANKS = 64
-"""Up to which degree of tensor parallelism a way out is looked for."""
+"""The largest degree of tensor parallelism that a message suggests."""
 
 LISTED = 8
-"""How many degrees a message names."""
+"""The number of degrees that a message lists."""
 
 
 def cut(linear: Linear, tp: int) -> Cut:
     """Return what each of `tp` ranks holds of a layer.
 
     Raises:
-        ScuteError: with the layer's `obstacle`, when it can't be cut so.
+        ScuteError: with the layer's `obstacle`, when it can't be cut over `tp` ranks.
     """
     if (found := obstacle(linear, tp)) is not None:
         raise ScuteError([found])
@@ -40,8 +40,8 @@ def cut(linear: Linear, tp: int) -> Cut:
 def cut_term(linear: Linear, rank: int, tp: int) -> TermCut:
     """Return what each of `tp` ranks holds of a fully sharded term of `rank` (arXiv:2311.03285 section 6).
 
-    Column layers: the term's rank is divided, since outputs are. Row layers: outputs are, since inputs are. What the
-    base holds whole stays whole.
+    On column layers the term's rank is divided; on row layers the outputs are. A replicated layer's terms are not
+    divided.
     """
     if tp > 1 and linear.split is Split.COLUMN:
         return TermCut(rows=shares(rank, tp))
@@ -51,7 +51,7 @@ def cut_term(linear: Linear, rank: int, tp: int) -> TermCut:
 
 
 def shares(size: int, tp: int) -> Ranges:
-    """Divide `size` entries into `tp` intervals, in order, the first ones longer by one where it doesn't come out even.
+    """Divide `size` entries into `tp` intervals, in order; the first `size % tp` intervals are longer by one.
 
     >>> shares(5, 2), shares(2, 3)
     (((0, 3), (3, 5)), ((0, 1), (1, 2), (2, 2)))
@@ -62,7 +62,7 @@ def shares(size: int, tp: int) -> Ranges:
 
 
 def obstacle(linear: Linear, tp: int) -> Diagnostic | None:
-    """Return why a layer can't be cut over `tp` ranks (SC501, SC503), or None when it can."""
+    """Return the reason why a layer can't be cut over `tp` ranks (SC501, SC503), or None when it can."""
     if tp == 1 or linear.split is Split.REPLICATED:
         return None
     if linear.split is Split.UNKNOWN:
@@ -70,26 +70,25 @@ def obstacle(linear: Linear, tp: int) -> Diagnostic | None:
             code=Code.SC503,
             where=linear.name,
             found=f"tp {tp}, and no rule for how ranks divide this layer",
-            expected="a tensor-parallel plan of the installed transformers, or a row of the table of architectures",
-            next="compile with --tp 1",
+            expected="a tensor-parallel plan taken from transformers, or a row of the table of architectures",
         )
     part = next((part for part in linear.parts if not _divides(part, tp)), None)
     if part is None:
         return None
     units = _units(part)
-    things = f"{units} heads" if part.unit > 1 else f"{units} entries"
+    counted = f"{units} heads" if part.unit > 1 else f"{units} entries"
     multiples = f", or tp a multiple of {units}" if part.replicable else ""
     return Diagnostic(
         code=Code.SC501,
         where=linear.name,
-        found=f"{things}, tp {tp} ({_described(linear, part)})",
+        found=f"{counted}, tp {tp} ({_described(linear, part)})",
         expected=f"a tp that divides {units}{multiples}",
         next=advice([linear]),
     )
 
 
 def advice(linears: Iterable[Linear]) -> str:
-    """Return which degrees to compile for, the smallest few when there are many."""
+    """Return the suggestion of degrees to compile for, the smallest few when there are many."""
     degrees = possible_degrees(linears)
     few = degrees[:LISTED]
     more = f" (or more, up to {degrees[-1]})" if len(degrees) > LISTED else ""
@@ -97,7 +96,7 @@ def advice(linears: Iterable[Linear]) -> str:
 
 
 def possible_degrees(linears: Iterable[Linear]) -> tuple[int, ...]:
-    """Return the degrees of tensor parallelism, up to `MOST_RANKS`, that every one of the layers can be cut for."""
+    """Return the degrees of tensor parallelism, up to `MOST_RANKS`, over which all the layers can be cut."""
     shapes = {(linear.split, linear.parts) for linear in linears}
     return tuple(
         tp for tp in range(1, MOST_RANKS + 1) if tp == 1 or all(_allows(split, parts, tp) for split, parts in shapes)
@@ -120,12 +119,12 @@ def _divides(part: Part, tp: int) -> bool:
 
 
 def _held(parts: Sequence[Part], rank: int, tp: int) -> Ranges:
-    """Entries of one rank: its share of every part, in the order of the parts."""
+    """Return the entries of one rank: its share of every part, in the order of the parts."""
     held: list[tuple[int, int]] = []
     offset = 0
     for part in parts:
         units = _units(part)
-        # With more ranks than units, tp / units neighbouring ranks hold copies of one unit.
+        # With more ranks than units, tp / units neighbouring ranks hold the same unit.
         first, count = (rank * (units // tp), units // tp) if units % tp == 0 else (rank * units // tp, 1)
         start, stop = offset + first * part.unit, offset + (first + count) * part.unit
         if held and held[-1][1] == start:
@@ -147,7 +146,7 @@ def _described(linear: Linear, part: Part) -> str:
 
 
 def _listed(degrees: Sequence[int]) -> str:
-    """Join numbers as prose does.
+    """Join numbers with commas and `or`.
 
     >>> _listed((1, 2, 4))
     '1, 2 or 4'

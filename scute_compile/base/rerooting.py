@@ -1,8 +1,8 @@
-"""Re-rooting: matching an adapter's module paths to a base whose modules stand under another prefix.
+"""Re-rooting: matches an adapter's module paths to a base whose modules have another prefix.
 
-A wrapper adds a prefix, and a text model inside a multimodal one stands deeper than alone. One change of the prefix is
-accepted when it makes *every* path match and no other change does. Numbers are never touched, nor is the name right
-before the first one: `blocks.0` for `layers.0` is another architecture, and layer 3 never becomes layer 0.
+A wrapper adds a prefix, and a text model inside a multimodal one has a longer prefix than alone. One change of the
+prefix is accepted when it makes *every* path match and no other change does. Numbers never change, nor does the name
+before the first number: `blocks.0` for `layers.0` is another architecture, and layer 3 never becomes layer 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerooting:
-    """The one change of prefix that makes all paths match; `dropped` and `added` are empty for the identity."""
+    """The only change of prefix that makes all paths match; `dropped` and `added` are empty for the identity."""
 
     mapping: Mapping[str, str]
     """Every path as given -> its name in the base."""
@@ -31,19 +31,19 @@ class Rerooting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unrooted:
-    """Why there is no re-rooting."""
+    """The reason why there is no re-rooting."""
 
     candidates: tuple[tuple[str, str], ...] = ()
     """Each `(dropped, added)` that matches all paths, when there are several."""
 
     @property
     def ambiguous(self) -> bool:
-        """Whether several changes match, and not none."""
+        """Whether several changes match, rather than none."""
         return bool(self.candidates)
 
     @property
     def reason(self) -> str:
-        """A few words for a message.
+        """The reason in words, for a message.
 
         >>> Unrooted(candidates=(("", "encoder"), ("", "decoder"))).reason
         'several changes of the prefix match: `` -> `decoder`, `` -> `encoder`'
@@ -55,9 +55,9 @@ class Unrooted:
 
 
 def reroot(paths: Iterable[str], known: Collection[str]) -> Rerooting | Unrooted:
-    """Find the one pair of prefixes (p, q) such that every path is `p.rest` and every `q.rest` is in `known`.
+    """Find the only pair of prefixes (p, q) such that every path is `p.rest` and every `q.rest` is in `known`.
 
-    The identity wins at once. Pairs that lead to the same mapping count once, under their shortest prefixes.
+    The identity takes precedence. Pairs with the same mapping count once, under their shortest prefixes.
 
     >>> known = [f"model.language_model.layers.{i}.q_proj" for i in range(2)]
     >>> found = reroot(["model.layers.0.q_proj", "model.layers.1.q_proj"], known)
@@ -87,7 +87,7 @@ def reroot(paths: Iterable[str], known: Collection[str]) -> Rerooting | Unrooted
             found[mapping[wanted[0]]] = Rerooting(mapping=mapping, dropped=dropped, added=added)
     if len(found) == 1:
         return next(iter(found.values()))
-    return Unrooted(candidates=tuple((one.dropped, one.added) for one in found.values()))
+    return Unrooted(candidates=tuple((rerooting.dropped, rerooting.added) for rerooting in found.values()))
 
 
 def _pairs(path: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -104,7 +104,7 @@ def _pairs(path: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def _kept_from(segments: list[str]) -> int:
-    """Return the index of the first segment that must stay: the one before the first number, or the last."""
+    """Return the index of the first segment that must stay: the segment before the first number, or the last."""
     for index, segment in enumerate(segments):
         if segment.isdigit():
             return max(index - 1, 0)
@@ -120,7 +120,7 @@ def _joined(prefix: str, rest: str) -> str:
 
 
 def _mapping(paths: tuple[str, ...], dropped: str, added: str, known: Collection[str]) -> Mapping[str, str] | None:
-    """Return where every path goes, or None when one doesn't fit."""
+    """Return every path's name in the base, or None when one doesn't match."""
     mapping = {}
     for path in paths:
         if dropped and not path.startswith(dropped + "."):

@@ -1,6 +1,6 @@
-"""Which part of a nested configuration describes a module: a multimodal model holds several models, each with its own.
+"""Finds the part of a nested configuration that describes a module: a multimodal model has one per model inside it.
 
-A text model's plan and heads must not be read onto a vision tower whose layers happen to have the same names.
+A text model's plan and heads must not be applied to a vision tower whose layers have the same names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from scute_compile.base.transformers_plan import config_default
+from scute_compile.base.transformers_plan import CONFIG_FIELDS, config_default
 
 Config = Mapping[str, object]
 
@@ -47,28 +47,28 @@ class Scope:
     config: Config
 
     def number(self, field: str) -> int | None:
-        """Return a positive whole number of the configuration, or its default in transformers, or None."""
+        """Return a field that is a positive whole number, or its default in transformers, or None."""
         names = _SPELLINGS.get(field, (field,))
         given = [self.config[name] for name in names if self.config.get(name) is not None]
         # A field that is present and null takes what the model derives from others, not the class's default.
         if not given and not any(name in self.config for name in names):
-            given = [config_default(self.model_type, name) for name in names]
+            given = [config_default(self.model_type, name) for name in names if name in CONFIG_FIELDS]
         return next((n for n in given if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
 
     @property
     def clamps(self) -> bool:
-        """Whether a field says that the MLP limits its activations (`swiglu_limit` and its kind)."""
+        """Whether a field limits the MLP's activations (`swiglu_limit` and the like)."""
         return any("limit" in k and ("glu" in k or "act" in k) and v is not None for k, v in self.config.items())
 
 
 def model_type_of(config: Config) -> str:
-    """Return the configuration's own model type, or an empty string."""
+    """Return the configuration's model type, or an empty string."""
     found = config.get("model_type")
     return found if isinstance(found, str) else ""
 
 
 def text_scope(config: Config) -> Scope:
-    """Return the scope of the text model: of the nested text configuration if there is one, else the whole."""
+    """Return the scope of the text model: the nested text configuration if there is one, otherwise the whole."""
     for key in _TEXT:
         if isinstance(inner := config.get(key), Mapping):
             return Scope(model_type=model_type_of(inner) or f"{model_type_of(config)}_text", config=inner)
@@ -93,7 +93,7 @@ def scope_of(config: Config, path: str) -> Scope:
 
 
 def identity(config: Config) -> Config:
-    """Return the fields that tell one base from another: sizes of the text model, and the model's type."""
+    """Return the fields that identify a base: sizes of its text model, and its model type."""
     text = text_scope(config).config
     found: dict[str, object] = {"model_type": model_type_of(config)}
     for field in _IDENTITY:

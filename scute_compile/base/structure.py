@@ -1,11 +1,12 @@
-"""From a configuration and the names and shapes of a checkpoint to the linear layers, and how ranks share them.
+"""Derives a base's linear layers, and how ranks cut them, from its configuration and its checkpoint's names and shapes.
 
-Sizes come from shapes; the configuration says only what shapes can't: the number of heads. What neither the table of
-architectures nor the installed transformers says stays unknown, and is refused at more than one rank.
+Sizes come from shapes. The configuration gives only what shapes can't: the number of heads. A cut that neither the
+table of architectures nor the plans of transformers give stays unknown, and is refused at more than one rank.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections import Counter
@@ -14,19 +15,15 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from scute_compile.base.architectures import CLAMPED_UP, Packing, Row, plan_row, row_for
+from scute_compile.base.heads import is_embedding, is_output_head
 from scute_compile.base.scopes import Config, Scope, identity, model_type_of, scope_of, text_scope
+from scute_compile.ir.dtypes import DType
 from scute_compile.ir.expressions import Ref
 from scute_compile.ir.linear import Linear, Part, Product, Split
-
-DTYPES: Mapping[str, str] = MappingProxyType({"F32": "float32", "BF16": "bfloat16", "F16": "float16"})
-"""The names of safetensors -> the names of torch."""
 
 TABLE = "table"
 PLAN = "transformers plan"
 
-# Output heads and embeddings by their own name. `shared` is T5's, at the top only.
-_HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "qa_outputs", "relative_attention_bias"})
-_EMBEDDINGS = re.compile(r"wte|wpe|embed|embed_(in|tokens|positions)\w*|\w*embeddings?|\w*_embed")
 _ATTENTION_INPUTS = ("q_proj", "q_b_proj", "qkv_proj", "query_key_value", "c_attn")
 _ATTENTION_OUTPUTS = ("o_proj", "c_proj", "dense")
 
@@ -42,10 +39,10 @@ class ModelStructure:
     """Every tensor of the checkpoint by key."""
     embeddings: frozenset[str] = frozenset()
     """Module paths of embeddings and output heads: in the checkpoint, but not sites."""
-    dtype: str = "float32"
-    """The dtype in which the base is stored: float32, bfloat16 or float16."""
+    dtype: DType = DType.FLOAT32
+    """The dtype in which most of the base is stored."""
     tp_source: str = ""
-    """What says how ranks divide it: `transformers plan`, `table`, or nothing."""
+    """The source of its cuts: `transformers plan`, `table`, both, or nothing."""
     parameters: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """The configuration fields that matter for identity (hidden size, heads, ...)."""
 
@@ -59,7 +56,7 @@ def build_structure(config: Mapping[str, object], tensors: Mapping[str, Ref]) ->
     """
     keys = sorted(tensors)
     weights = {key.removesuffix(".weight"): ref for key, ref in tensors.items() if _is_matrix(key, ref)}
-    embeddings = frozenset(path for path in weights if _is_embedding(path))
+    embeddings = frozenset(path for path in weights if is_output_head(path) or is_embedding(path))
     paths = [p for p in weights if p not in embeddings and not _is_norm(p) and not _is_of_experts(p, keys)]
     scopes = {path: scope_of(config, path) for path in sorted(paths, key=_natural)}
     rows = {path: _row(scope.model_type, path) for path, scope in scopes.items()}
@@ -95,18 +92,13 @@ def _is_matrix(key: str, ref: Ref) -> bool:
     return key.endswith(".weight") and len(ref.dims) == 2 and 0 not in ref.dims
 
 
-def _is_embedding(path: str) -> bool:
-    name = path.rpartition(".")[2]
-    return name in _HEADS or path == "shared" or _EMBEDDINGS.fullmatch(name) is not None
-
-
 def _is_norm(path: str) -> bool:
     name = path.rpartition(".")[2]
     return "norm" in name or re.fullmatch(r"ln(_\w+)?", name) is not None
 
 
 def _is_of_experts(path: str, keys: Sequence[str]) -> bool:
-    """Experts, and the router beside them: engines compute both in one kernel of their own."""
+    """Return whether a layer is an expert's, or the router's of a block with experts; one kernel computes both."""
     parent, _, name = path.rpartition(".")
     router = name in {"gate", "router"} and bool(_below(keys, f"{parent}.experts."))
     return ".experts." in f".{path}." or router
@@ -159,9 +151,9 @@ def _divided(linear: Linear, row: Row | None, scope: Scope, linears: Mapping[str
 
 
 def _reads_or_writes_hidden(linear: Linear, row: Row, scope: Scope) -> bool:
-    """Whether the axis that isn't cut has the model's width.
+    """Return whether the axis that isn't cut has the model's width.
 
-    If not, the layer belongs to another model than the plan (a tower that the configuration doesn't name).
+    Otherwise the layer belongs to another model than the plan: a tower that the configuration doesn't name.
     """
     hidden = scope.number("hidden_size")
     whole = linear.in_features if row.split is Split.COLUMN else linear.out_features
@@ -196,7 +188,7 @@ class _Attention:
 
 
 def _plain_heads(q: Linear, o: Linear | None, heads: int, scope: Scope) -> bool:
-    """Whether q holds `heads` heads and nothing else; some models pack an output gate beside each head."""
+    """Return whether q consists of `heads` heads and nothing else; some models pack an output gate with each head."""
     if _quotient(q.out_features, heads) is None:
         return False
     if "kv_lora_rank" in scope.config:
@@ -222,7 +214,7 @@ def _parts(linear: Linear, row: Row, attention: _Attention | None) -> tuple[Part
     if row.packing is Packing.KV_HEADS:
         unit = _quotient(size, attention.kv_heads or 0)
         return (Part(name=name, size=size, unit=unit, replicable=True),) if unit else ()
-    # Whatever else a plan cuts beside q (an output gate, a per-head factor) follows the query heads.
+    # Other layers of an attention block that a plan cuts (an output gate, a per-head factor) follow the query heads.
     unit = _quotient(size, attention.heads)
     return (Part(name=name, size=size, unit=unit),) if unit else ()
 
@@ -232,8 +224,8 @@ def _part_name(linear: Linear, row: Row) -> str:
         return "qkv"
     if row.split is Split.ROW:
         return "in"
-    own = linear.name.rpartition(".")[2].removesuffix("_proj")
-    return own if own in {"q", "k", "v", "gate", "up"} else "out"
+    name = linear.name.rpartition(".")[2].removesuffix("_proj")
+    return name if name in {"q", "k", "v", "gate", "up"} else "out"
 
 
 def _quotient(total: int, count: int) -> int | None:
@@ -257,9 +249,9 @@ def _qkv_parts(linear: Linear, attention: _Attention) -> tuple[Part, ...]:
 def _input_product(linear: Linear, scope: Scope, linears: Mapping[str, Linear], keys: Sequence[str]) -> Product | None:
     """Return the plain factor of `down(act(gate) * up)`.
 
-    Names alone don't prove the product. It is claimed only where the table or a plan divides the layers (so the code is
-    known, and was looked at), nothing else stands in the block (BitNet has a norm between product and `down_proj`), and
-    neither the architecture nor a field of the configuration clamps `up` first.
+    Names alone don't prove the product. It is assumed only where the table or a plan divides the layers (the code of
+    these architectures was read), the block has no other tensors (BitNet has a norm between product and `down_proj`),
+    and neither the architecture nor a field of the configuration clamps `up` first.
     """
     parent, dot, name = linear.name.rpartition(".")
     if name != "down_proj" or scope.model_type in CLAMPED_UP or scope.clamps:
@@ -275,29 +267,27 @@ def _input_product(linear: Linear, scope: Scope, linears: Mapping[str, Linear], 
     else:
         return None
     known = all(layer.split is not Split.UNKNOWN for layer in (linear, *others))
-    own = {f"{layer.name}.{kind}" for layer in (linear, *others) for kind in ("weight", "bias")}
-    alone = all(key in own for key in _below(keys, f"{parent}{dot}"))
+    expected = {f"{layer.name}.{kind}" for layer in (linear, *others) for kind in ("weight", "bias")}
+    alone = all(key in expected for key in _below(keys, f"{parent}{dot}"))
     return product if known and alone and width == linear.in_features else None
 
 
-def _dtype(config: Config, refs: Iterable[Ref]) -> str:
+def _dtype(config: Config, refs: Iterable[Ref]) -> DType:
     """Return the dtype of most entries; of the configuration when there are no tensors."""
-    entries: Counter[str] = Counter()
+    by_code = {dtype.code: dtype for dtype in DType}
+    entries: Counter[DType] = Counter()
     for ref in refs:
-        if ref.dtype in DTYPES:
-            size = 1
-            for dim in ref.dims:
-                size *= dim
-            entries[DTYPES[ref.dtype]] += size
+        if ref.dtype in by_code:
+            entries[by_code[ref.dtype]] += math.prod(ref.dims)
     if entries:
         return entries.most_common(1)[0][0]
-    return config_dtype(config) or "float32"
+    return _config_dtype(config) or DType.FLOAT32
 
 
-def config_dtype(config: Config) -> str | None:
-    """Return the dtype that a configuration names, by its present field or its older one."""
+def _config_dtype(config: Config) -> DType | None:
+    """Return the dtype that a configuration names, in its present field or its older one."""
     for holder in (config, text_scope(config).config):
-        for name in ("dtype", "torch_dtype"):
-            if holder.get(name) in DTYPES.values():
-                return str(holder[name])
+        for name in (holder.get("dtype"), holder.get("torch_dtype")):
+            if isinstance(name, str) and name in tuple(DType):
+                return DType(name)
     return None

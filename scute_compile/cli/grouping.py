@@ -1,4 +1,4 @@
-"""Names that differ in their layer's number alone, said once: `model.layers.0-31.self_attn.q_proj`."""
+"""Groups of names that differ only in numbers, with one label: `model.layers.0-31.self_attn.q_proj`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 Numbers = tuple[int, ...]
-"""The numbers of one name, from left to right: the layer's, and an expert's after it."""
+"""The numbers of one name from left to right: the layer's, then an expert's."""
 Axes = tuple[Numbers, ...]
-"""Per place, the ascending numbers that occur there: stands for every combination of them."""
+"""For each number of a name, the values that occur, ascending. The axes stand for every combination of them."""
 
-MOST_PLACES = 8
-"""Numbers of one name that are told apart; further ones count as words."""
+MAX_NUMBERS = 8
+"""Numbers of one name that may vary inside a group; further numbers must be equal."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _WORD = re.compile(r"[\w.{}-]+")
@@ -25,7 +25,7 @@ _WORD = re.compile(r"[\w.{}-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Generic[T]):
-    """Items whose names differ in numbers alone."""
+    """Items whose names differ only in numbers."""
 
     pattern: str
     """The name with `{}` in place of each number."""
@@ -35,19 +35,19 @@ class Group(Generic[T]):
 
     @property
     def label(self) -> str:
-        """The name with all numbers in their place: `model.layers.0-3,7.mlp.up_proj`."""
+        """The name with ranges of numbers: `model.layers.0-3,7.mlp.up_proj`."""
         return self.pattern.format(*map(ranges, self.axes))
 
     @property
     def size(self) -> int:
-        """How many names the label stands for."""
+        """The number of names that the label stands for."""
         return sum(1 for _ in itertools.product(*self.axes))
 
 
 def pattern(name: str) -> tuple[str, Numbers]:
-    """Return a name with `{}` in place of each number between its dots, and these numbers.
+    """Split a name into a pattern with `{}` for each number between its dots, and these numbers.
 
-    Braces of the name itself are doubled, so `text.format(*numbers)` gives the name back.
+    Braces in the name are doubled, so that `text.format(*numbers)` is the name.
 
     >>> pattern("model.layers.12.self_attn.q_proj")
     ('model.layers.{}.self_attn.q_proj', (12,))
@@ -57,7 +57,7 @@ def pattern(name: str) -> tuple[str, Numbers]:
     parts: list[str] = []
     numbers: list[int] = []
     for part in name.split("."):
-        if len(numbers) < MOST_PLACES and _NUMBER.fullmatch(part):
+        if len(numbers) < MAX_NUMBERS and _NUMBER.fullmatch(part):
             numbers.append(int(part))
             parts.append("{}")
         else:
@@ -66,7 +66,7 @@ def pattern(name: str) -> tuple[str, Numbers]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as prose lists them, runs as ranges.
+    """Return numbers as text, with ranges for runs.
 
     >>> ranges([3, 0, 1, 2])
     '0-3'
@@ -87,12 +87,12 @@ def ranges(numbers: Iterable[int]) -> str:
 def by_layers(
     items: Iterable[T], name: Callable[[T], str], key: Callable[[T], Hashable] = lambda _: None
 ) -> tuple[Group[T], ...]:
-    """Group items of equal key whose names differ in numbers alone; every item is in exactly one group.
+    """Group items of equal key whose names differ only in numbers. Every item is in exactly one group.
 
     Args:
-        items: anything; in the order in which their groups shall appear.
-        name: gives an item's name.
-        key: what must be equal inside a group, the names' numbers aside.
+        items: the items; groups are in the order of their first items.
+        name: returns an item's name.
+        key: returns what must be equal inside a group beside the name.
     """
     found: dict[tuple[str, Hashable], dict[Numbers, list[T]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
@@ -110,7 +110,7 @@ def by_layers(
 
 
 def grouped(names: Iterable[str]) -> tuple[Group[str], ...]:
-    """Group names that differ in numbers alone.
+    """Group names that differ only in numbers.
 
     >>> [group.label for group in grouped(["h.0.up", "h.1.up", "h.0.down", "h.2.down", "head"])]
     ['h.0-1.up', 'h.0,2.down', 'head']
@@ -121,22 +121,23 @@ def grouped(names: Iterable[str]) -> tuple[Group[str], ...]:
 
 
 def relabelled(text: str, numbers: Numbers, labels: Sequence[str]) -> str:
-    """Return `text` with labels in place of the numbers of every module path in it that has exactly `numbers`.
+    """Replace the numbers in module paths of a text by labels, in the paths that have exactly these numbers.
 
     >>> relabelled("computed as s of h.3.up: 2 x 3 in 3 tiles", (3,), ["0-31"])
     'computed as s of h.0-31.up: 2 x 3 in 3 tiles'
     """
 
-    def said(match: re.Match[str]) -> str:
-        found, own = pattern(match.group())
-        named = own == numbers and any(character.isalpha() for character in match.group())
-        return found.format(*labels) if named else match.group()
+    def replaced(match: re.Match[str]) -> str:
+        word = match.group()
+        path, found = pattern(word)
+        matches = found == numbers and any(character.isalpha() for character in word)
+        return path.format(*labels) if matches else word
 
-    return _WORD.sub(said, text) if numbers else text
+    return _WORD.sub(replaced, text) if numbers else text
 
 
 def _boxes(numbers: Collection[Numbers]) -> Iterator[Axes]:
-    """Split a set of number tuples into full products, the leading places as wide as possible."""
+    """Split a set of number tuples into full products, with the leading axes as wide as possible."""
     rests: dict[int, dict[Numbers, None]] = defaultdict(dict)
     for first, *rest in (entry for entry in numbers if entry):
         rests[first][tuple(rest)] = None

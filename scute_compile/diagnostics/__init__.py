@@ -1,6 +1,6 @@
 """Diagnostics: every finding has a stable code, a place, what was found, what was expected and what to do next."""
 
-from scute_compile.diagnostics.codes import Code
+from scute_compile.diagnostics.codes import USAGE_CODES, Code
 from scute_compile.diagnostics.diagnostic import Diagnostic, Findings, ScuteError, Severity, fail, printable
 
-__all__ = ["Code", "Diagnostic", "Findings", "ScuteError", "Severity", "fail", "printable"]
+__all__ = ["USAGE_CODES", "Code", "Diagnostic", "Findings", "ScuteError", "Severity", "fail", "printable"]

@@ -1,4 +1,4 @@
-"""The stable codes of all diagnostics: a title for the message, and a paragraph for the page of codes.
+"""The stable codes of all diagnostics. A code has a title, a paragraph for `docs/errors.md`, and a default next step.
 
 SC1xx: files. SC2xx: configuration. SC3xx: keys and tensors. SC4xx: the base model. SC5xx: tensor parallelism.
 SC6xx: artifacts and stores. SC7xx: commands. SC8xx: the runtime. A code is never reused.
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Code(Enum):
-    """A kind of finding. The value is `(title, paragraph)`."""
+    """A kind of finding. The value is `(title, paragraph)` or `(title, paragraph, next)`."""
 
     SC101 = (
         "no such adapter",
@@ -18,30 +18,36 @@ class Code(Enum):
     )
     SC102 = (
         "the adapter's weights are a pickle",
-        "Only safetensors files are read. A pickle can run code while it loads; re-save it with "
-        "`save_pretrained(..., safe_serialization=True)` in the environment that made it.",
+        "Only safetensors files are read, since a pickle can run code while it loads. Load the adapter in the "
+        "environment that wrote it, and save it with `save_pretrained(..., safe_serialization=True)`.",
+        "load it where it was made and save it with `save_pretrained(..., safe_serialization=True)`",
     )
     SC103 = (
         "the file is a Git LFS pointer",
         "The repository was cloned without its large files: the safetensors file holds a few lines of text that "
         "name the real one. Run `git lfs pull`, or download the adapter again.",
+        "run `git lfs pull` in the clone, or download the files again",
     )
     SC104 = (
         "the safetensors file is truncated",
-        "The file ends before the bytes that its header promises; a copy or an upload broke off.",
+        "The file is shorter than its header says. An interrupted copy or upload is the usual cause.",
+        "copy or download the file again, or save it once more",
     )
     SC105 = (
         "the safetensors header is not readable",
-        "The first eight bytes give the header's length and the header is JSON that lists every tensor without holes "
-        "or overlaps. A file that breaks this is damaged, or is no safetensors file.",
+        "A safetensors file begins with eight bytes that give the header's length, and a JSON header that lists the "
+        "tensors without gaps or overlaps. This file breaks one of these rules: it is damaged, or is not a safetensors "
+        "file.",
+        "the file is damaged or no safetensors file: copy, download or save it again",
     )
     SC106 = (
         "the adapter holds no tensors",
-        "A training run that looked normal can save an empty file, for example when weights were still sharded "
-        "over several processes at the time.",
+        "The safetensors file is valid and empty. A trainer writes such a file when it saves while the weights are "
+        "sharded over several processes.",
+        "save the adapter again; gather sharded weights (ZeRO-3, FSDP) before saving",
     )
-    SC107 = ("a file is missing", "A folder lacks a file that its kind must have.")
-    SC108 = ("the JSON is not readable", "A configuration or index file is no valid JSON, or no JSON object.")
+    SC107 = ("a file is missing", "The folder lacks a required file.")
+    SC108 = ("the JSON is not readable", "A configuration or index file is not valid JSON, or is not a JSON object.")
     SC109 = (
         "the file could not be read or written",
         "The operating system refused to read or write a file or a folder.",
@@ -49,158 +55,287 @@ class Code(Enum):
     SC110 = ("a tensor's dtype is not served", "Adapters and bases hold float32, bfloat16, float16 or float64 numbers.")
     SC201 = (
         "not a PEFT configuration",
-        "`adapter_config.json` has no `peft_type`; other programs use the same file name for their own settings.",
+        "`adapter_config.json` has no `peft_type`. Other programs use the same file name for their own settings.",
+        "pass the folder that PEFT's `save_pretrained` wrote",
     )
     SC202 = (
         "the PEFT method is not served",
         "The method is not among LoRA (with DoRA and rsLoRA), AdaLoRA, IA3, VeRA and OFT.",
+        "serve it with PEFT, or as a merged model where PEFT's merge_and_unload can make one",
     )
     SC203 = (
         "an unknown configuration field is set",
-        "A field that this version doesn't know may change the maths, so it is never ignored when it has a value.",
+        "The configuration sets a field that this version doesn't know. The field may change what the adapter "
+        "computes, so it is not ignored.",
+        "update Scute if a newer one knows the field, or save the adapter without it",
     )
     SC204 = (
         "a configuration field has a value that is not served",
         "The field asks for a computation outside the normal form, or for one that depends on more than the input row.",
+        "train or convert the adapter without it",
     )
-    SC205 = ("a configuration field is malformed", "A field has the wrong type or an impossible value.")
+    SC205 = (
+        "a configuration field is malformed",
+        "A field has the wrong type or an impossible value.",
+        "correct the field in adapter_config.json",
+    )
     SC206 = (
         "the initialisation changed the base",
-        "PiSSA, OLoRA, CorDA and LoftQ change the base weights when training starts; read as plain LoRA against the "
-        "original base, the adapter is wrong in silence.",
+        "PiSSA, OLoRA, CorDA and LoftQ change the base weights when training starts. Applied to the original base as "
+        "plain LoRA, the adapter would compute something else than what was trained.",
     )
-    SC207 = ("the scale is unknown", "The scaling factor can't be derived from what was saved.")
+    SC207 = (
+        "the scale is unknown",
+        "The scaling factor can't be derived from what was saved.",
+        "restore lora_alpha from the training run",
+    )
     SC208 = (
         "a pattern matches no module",
-        "An entry of `rank_pattern` or `alpha_pattern` matches none of the adapted modules, or one of `target_modules` "
-        "none of the base's layers, and so changes nothing.",
+        "An entry of `rank_pattern` or `alpha_pattern` matches none of the adapted modules, or an entry of "
+        "`target_modules` none of the base's layers. The entry has no effect.",
     )
     SC209 = (
-        "a pattern takes too long to match",
-        "A regular expression backtracks without end on ordinary module names.",
+        "a pattern can't be matched in bounded time",
+        "Patterns mean what Python's `re` means, but an automaton of bounded size matches them, so that none takes "
+        "exponential time or memory. Back-references, atomic groups, possessive repeats and patterns that expand to "
+        "very many states are refused.",
+        "replace the pattern by a list of module names",
     )
     SC210 = (
         "the method's older parametrisation",
-        "OFT changed its parametrisation three times; files of the first generation rotate outputs and are refused, "
+        "OFT changed its parametrisation three times. Files of the first generation rotate outputs and are refused; "
         "later ones are computed as they were trained.",
     )
-    SC211 = ("parts of the model are replaced", "modules_to_save and trainable tokens replace weights outright.")
-    SC212 = ("experts are not served", "Adapters on the stacked parameters of experts are outside the normal form.")
+    SC211 = (
+        "parts of the model are replaced",
+        "`modules_to_save` and trainable tokens replace weights of the base, which the normal form can't express.",
+    )
+    SC212 = (
+        "experts are not served",
+        "The adapter changes the stacked parameters of experts, which is outside the normal form.",
+        "train with target_modules on linear layers only",
+    )
     SC213 = (
         "several patterns match one module",
-        "PEFT takes the first pattern of `alpha_pattern` that matches, in the file's order, and sorts patterns when it "
-        "saves them: the order of the training run is lost, and with it perhaps the scale.",
+        "PEFT takes the first matching pattern of `alpha_pattern` in the file's order, and sorts the patterns when it "
+        "saves them. The order of the training run is lost, and with it possibly the scale.",
     )
     SC301 = (
         "a key belongs to no slot",
-        "Every tensor of the checkpoint must be claimed by exactly one slot; a dropped tensor is a silent fault.",
+        "Every tensor of the checkpoint must be claimed by exactly one slot. This one is not, and ignoring it could "
+        "change what the adapter computes.",
     )
     SC302 = (
         "no key matches the base",
-        "Not one adapted module exists in the base, and no single change of the prefix makes all of them match.",
+        "None of the adapted modules exists in the base, and no single change of their prefix makes all of them match.",
+        "check that the base is the one the adapter was trained on, or rename the keys",
     )
-    SC303 = ("some keys match nothing in the base", "Part of the adapter would not be applied.")
+    SC303 = (
+        "some keys match nothing in the base",
+        "Some of the adapted modules don't exist in the base, so that only a part of the adapter could be applied.",
+    )
     SC304 = (
         "keys were re-rooted",
         "All keys match the base after one unique change of their prefix (a wrapper's name, or a text model inside a "
         "multimodal one).",
     )
-    SC305 = ("a tensor is missing", "A module has some of the tensors that its method needs, but not all.")
-    SC306 = ("a tensor is there twice", "Two keys mean the same slot; which one counts would be a guess.")
-    SC307 = ("a tensor has the wrong shape", "The tensor doesn't fit the base's layer or its partner factor.")
+    SC305 = (
+        "a tensor is missing",
+        "A module has some of the tensors that its method needs, but not all.",
+        "save the adapter again; PEFT would load this one with initial values in the gap",
+    )
+    SC306 = (
+        "a tensor is there twice",
+        "Two keys name the same slot, and nothing tells which of them counts.",
+        "remove the one that is not meant",
+    )
+    SC307 = (
+        "a tensor has the wrong shape",
+        "The tensor doesn't fit the base's layer or its partner factor.",
+        "check that the base is the one the adapter was trained on",
+    )
     SC308 = (
         "a tensor is empty",
-        "A dimension is zero: the weights were probably still sharded over processes when they were saved.",
+        "A dimension is zero. A trainer writes such tensors when it saves while the weights are sharded over several "
+        "processes.",
+        "gather the sharded weights before saving (under ZeRO-3 or FSDP, save through the trainer)",
     )
-    SC309 = ("a tensor is not finite", "NaN or infinity in the weights turns every answer into NaN.")
-    SC310 = ("tensors contradict the configuration", "What the tensors say and what the configuration says differ.")
-    SC311 = ("not a PEFT layout", "The keys resemble PEFT's but belong to another framework, with another layout.")
+    SC309 = ("a tensor is not finite", "The weights contain NaN or infinity, which make every answer NaN.")
+    SC310 = (
+        "tensors contradict the configuration",
+        "A number or a module that the configuration states differs from what the tensors show.",
+        "restore the configuration of the training run",
+    )
+    SC311 = (
+        "not a PEFT layout",
+        "The keys resemble PEFT's but belong to another framework, which stores factors in another layout.",
+        "convert the adapter to PEFT's layout with the framework that wrote it",
+    )
     SC312 = (
         "a dense weight rides in the adapter",
-        "A whole weight of the base (a head, an embedding, a norm) is in the checkpoint; it differs from the base's, "
-        "or can't be compared.",
+        "The checkpoint contains a whole weight of the base (a head, an embedding, a norm) with other values than the "
+        "base's.",
     )
-    SC313 = ("a copy of a base weight was dropped", "The tensor is identical to the base's own.")
-    SC314 = ("the adapter has no effect", "Every term is zero: the training run saved its initial state.")
-    SC315 = ("the tensor decides", "The configuration lacks a number that the tensors give.")
-    SC316 = ("projections were regenerated", "VeRA's shared matrices were drawn anew from the key, as PEFT does.")
+    SC313 = (
+        "a copy of a base weight was dropped",
+        "The checkpoint contains a whole weight of the base with the base's own values.",
+    )
+    SC314 = (
+        "the adapter has no effect",
+        "Every slot is zero or the identity. The training run saved its initial state.",
+        "compiled all the same; it answers as the base does",
+    )
+    SC315 = ("the tensor decides", "The configuration lacks a number or a list that follows from the tensors.")
+    SC316 = (
+        "projections were regenerated",
+        "VeRA's shared matrices are not in the checkpoint. They were regenerated from the key, as PEFT does.",
+    )
     SC317 = (
         "the module is not served",
-        "Output heads, embeddings, convolutions and experts are outside the linear sites that engines batch.",
+        "Output heads, embeddings, convolutions and experts are not among the linear layers that engines batch.",
+        "train without this module among the targets",
     )
-    SC318 = ("an older key was read", "The key has a spelling that today's PEFT ignores or renames.")
-    SC319 = ("targets match modules without tensors", "The configuration targets modules that have no tensors.")
-    SC320 = ("a value does not fit the dtype", "Values overflow, or lose precision as subnormals, in the chosen dtype.")
+    SC318 = (
+        "an older key was read",
+        "The key has a spelling of an earlier PEFT, which the current one ignores or renames.",
+    )
+    SC319 = (
+        "targets match modules without tensors",
+        "The configuration targets modules of the base that have no tensors in the checkpoint.",
+        "check that the base is the one the adapter was trained on, and that the checkpoint is whole",
+    )
+    SC320 = (
+        "a value does not fit the dtype",
+        "Values overflow in the chosen dtype, or are subnormal in it and lose precision.",
+    )
     SC321 = (
         "a tensor plays no part in inference",
-        "A training-time buffer rides in the checkpoint; it is left out, as PEFT leaves it out in evaluation.",
+        "The checkpoint contains a training-time buffer. It is left out, as PEFT leaves it out in evaluation.",
     )
     SC401 = ("no such base", "The base is neither a folder with a config.json nor a Hub repository that was found.")
-    SC402 = ("the adapter is not for this base", "Architecture or shapes of the adapter and the base differ.")
-    SC403 = ("base weights are needed", "A slot depends on weights that the base folder doesn't hold.")
-    SC404 = ("the base is quantized", "The base's weights are stored in a quantized form that can't be read exactly.")
+    SC402 = (
+        "the adapter is not for this base",
+        "Architecture or shapes of the adapter and the base differ.",
+        "pass the base that the adapter was trained on",
+    )
+    SC403 = (
+        "base weights are needed",
+        "A value depends on weights of the base that its folder doesn't hold.",
+        "pass a base folder with its safetensors files",
+    )
+    SC404 = (
+        "the base is quantized",
+        "The base's weights are stored in a quantized form that can't be read exactly.",
+        "pass with --base the model that this one was quantized from",
+    )
     SC405 = ("the base's structure is unknown", "Shapes can't be derived from what the base folder holds.")
-    SC406 = ("no base was named", "Neither --base nor the adapter's configuration names a base model.")
+    SC406 = (
+        "no base was named",
+        "Neither --base nor the adapter's configuration names a base model.",
+        "pass the base with --base",
+    )
     SC407 = (
         "the base's weights are a pickle",
-        "Only safetensors files are read. A pickle can run code while it loads; load the base with transformers where "
-        "you trust it, and call `save_pretrained`, which writes safetensors.",
+        "Only safetensors files are read, since a pickle can run code while it loads. Load the base with transformers "
+        "in an environment that you trust, and call `save_pretrained`, which writes safetensors.",
+        "convert the base: load it with transformers where you trust it, and call save_pretrained",
     )
-    SC501 = ("the layer can't be cut", "A layer doesn't divide over this many ranks.")
-    SC502 = ("a rotation block lies across a cut", "A block of R would need inputs that two ranks hold.")
+    SC501 = ("the layer can't be cut", "A layer doesn't divide evenly over this many ranks.")
+    SC502 = (
+        "a rotation block lies across a cut",
+        "A block of R needs inputs that two ranks hold.",
+    )
     SC503 = (
         "tensor parallelism is unknown here",
-        "Neither transformers nor the table of architectures says how ranks divide this model.",
+        "Neither the plans taken from transformers nor the table of architectures says how ranks divide this model.",
+        "compile with --tp 1",
     )
-    SC601 = ("not an artifact", "The folder has no manifest that a reader accepts.")
-    SC602 = ("the artifact's version is unknown", "The schema's major version is newer than this reader.")
-    SC603 = ("a file's hash is wrong", "A file differs from what the manifest says.")
-    SC604 = ("a path leaves the folder", "A manifest names files inside its own folder only.")
-    SC605 = ("the artifact's tensors don't match its manifest", "Names, shapes or dtypes differ.")
-    SC606 = ("a shared factor is missing", "The store that holds the artifact lacks a factor that it names by hash.")
-    SC607 = ("two adapters have one name", "Two adapters of one call would be written to the same folder.")
-    SC608 = ("the artifact is for another base", "The fingerprint of the base differs from the manifest's.")
+    SC601 = ("not an artifact", "The folder has no manifest that this version can read.")
+    SC602 = (
+        "the artifact's version is unknown",
+        "The schema's major version is newer than this reader.",
+        "update scute, or compile the adapter again with this version",
+    )
+    SC603 = (
+        "a file's hash is wrong",
+        "A file differs from the manifest's hash of it.",
+        "the file was changed or damaged: copy the artifact again, or compile the adapter again",
+    )
+    SC604 = (
+        "a path leaves the folder",
+        "A manifest may name only files inside its own folder, and no links.",
+        "copy the store without links",
+    )
+    SC605 = (
+        "the artifact's tensors don't match its manifest",
+        "Names, shapes or dtypes differ.",
+        "compile the adapter again",
+    )
+    SC606 = (
+        "a shared factor is missing",
+        "The artifact names a shared factor by its hash, and the store that holds the artifact doesn't have it.",
+    )
+    SC607 = (
+        "two adapters have one name",
+        "Two adapters of one call would be written to the same folder.",
+        "rename the folders, or compile them in separate calls with --name",
+    )
+    SC608 = (
+        "the artifact is for another base",
+        "The fingerprint of the base differs from the manifest's.",
+        "pass the base that it was compiled for, or compile the adapter again",
+    )
     SC609 = (
         "the adapter changed since it was compiled",
-        "Files of the adapter aren't those that the artifact was compiled from, by the hashes in its manifest.",
+        "The hashes of the adapter's files differ from those in the artifact's manifest.",
     )
-    SC701 = ("a package is missing", "The light install plans and checks; compiling and verifying need torch and peft.")
+    SC701 = (
+        "a package is missing",
+        "The default install plans and checks adapters. Compiling, verifying and serving need an extra.",
+        "`pip install 'scute-compile[compile]'`",
+    )
     SC702 = (
         "not comparable with the installed PEFT",
-        "The installed PEFT computes this adapter differently from the PEFT that wrote it, by intent.",
+        "The installed PEFT computes this adapter differently from the PEFT that wrote it, by its authors' decision.",
+        "verify in an environment with the PEFT version that wrote the adapter",
     )
     SC703 = ("usage error", "An argument is out of range or contradicts another.")
     SC704 = ("verification failed", "The artifact differs from PEFT by more than rounding explains.")
     SC705 = (
         "an internal error",
-        "A fault of Scute itself; please report it, with the traceback that is printed when the environment variable "
+        "A fault of Scute itself. Please report it, with the traceback that is printed when the environment variable "
         "SCUTE_DEBUG is set.",
     )
     SC801 = (
         "the artifact is for another tp or dtype",
-        "A runtime serves artifacts that were cut for as many ranks as it runs on, in the dtype of its pool.",
+        "A runtime serves artifacts that were compiled for its number of ranks and for the dtype of its pool.",
     )
     SC802 = (
         "the adapter is not loaded",
-        "A row, or a command of the pool, names an adapter that the pool doesn't know.",
+        "A row of the batch, or a call to the pool, names an adapter that is not loaded.",
     )
     SC803 = (
         "the runtime doesn't serve these terms",
-        "A site has low-rank terms whose factors are all its own, or one term between two shared factors.",
+        "The runtime serves low-rank terms whose factors are all the adapter's, or one term between two shared "
+        "factors. This site has others.",
     )
     SC804 = (
         "too many distinct adapters in a batch",
-        "The adapters of one step must be resident together, and they need more slots or pages than the pool has.",
+        "The adapters of one step must be resident together, and they need more adapter indices or pages than the "
+        "pool has.",
     )
-    SC805 = ("the pool is too small", "One adapter, or one loan, needs more pages than the pool can ever free for it.")
+    SC805 = (
+        "the pool is too small",
+        "One adapter needs more memory than the whole pool has, or the device has no memory left to stage it.",
+    )
     SC806 = (
         "the adapter is held",
-        "It is used by a running step, or pinned, or present under that name already; it can't be evicted, removed or "
-        "added.",
+        "A running step uses the adapter, or its name is already loaded. It can't be evicted, removed or added.",
     )
     SC807 = (
         "the request can never be served",
-        "It has no tokens, or with those to come it is longer than the model or the cache allows. Others go on.",
+        "The request has no tokens, or with the tokens to generate it is longer than the model or the cache allows. "
+        "Other requests are not affected.",
     )
     SC808 = (
         "the first token would come too late",
@@ -209,28 +344,28 @@ class Code(Enum):
     )
     SC809 = (
         "the model can't be served step by step",
-        "Requests join and leave on transformers' continuous batching, which the installed version doesn't offer, or "
-        "which doesn't compute what the model computes.",
+        "A continuous batch uses transformers' continuous batching. The installed version doesn't offer it, or "
+        "computes with it something else than the model computes.",
     )
     SC810 = (
         "the adapter changed under a request",
-        "It was replaced after the request had begun: the cache holds what the old one computed, so no token that "
-        "followed would be either's.",
+        "The adapter was replaced after the request had begun. The request's cache holds results of the old adapter, "
+        "so its next tokens would belong to neither.",
     )
     SC811 = (
         "the engine can't serve the adapter",
-        "A rank, a slot or a layer is beyond what the serving engine was started with, or beyond what its layers do.",
+        "A rank, a slot or a layer exceeds what the serving engine was started with, or what its layers can compute.",
     )
     SC812 = (
         "the runtime divides low-rank terms otherwise",
-        "With `--lora-sharding full` a rank holds a part of both factors, so that ranks must exchange what stands "
-        "between them; a runtime that doesn't would add a part of the adapter and call it all, and one that does would "
-        "exchange what every rank has whole.",
+        "With `--lora-sharding full`, a rank holds a part of both factors, and ranks exchange the intermediate "
+        "results. A runtime without that exchange can't serve a fully sharded artifact, and one with it can't serve "
+        "the default layout.",
     )
     SC813 = (
         "the step broke off",
-        "The model raised an error in the middle of a step of a continuous batch. The requests that took part end, "
-        "since the cache holds a part of what they need; those that wait are served.",
+        "The model raised an error during a step of a continuous batch. The requests of that step end, since their "
+        "cache is incomplete; waiting requests are served.",
     )
     SC814 = (
         "the device's memory is too small",
@@ -238,16 +373,18 @@ class Code(Enum):
     )
     SC815 = (
         "the ranks don't load the adapter alike",
-        "An adapter is loaded on all ranks of a model or on none, and from one artifact: a step with it would wait for "
-        "the missing rank for ever, or put parts of two adapters together.",
+        "All ranks of a model must load an adapter, from one artifact. Otherwise a step would wait for the missing "
+        "rank, or would combine parts of two adapters.",
     )
 
-    @property
-    def title(self) -> str:
+    def __init__(self, title: str, paragraph: str, next: str = "") -> None:  # noqa: A002 - the name of a diagnostic's field
+        self.title = title
         """A few words for the first line of a message."""
-        return self.value[0]
+        self.paragraph = paragraph
+        """The meaning of the code, for the documentation."""
+        self.next = next
+        """The next step of a diagnostic that states none; may be empty."""
 
-    @property
-    def paragraph(self) -> str:
-        """What the code stands for, for the documentation."""
-        return self.value[1]
+
+USAGE_CODES = frozenset({Code.SC401, Code.SC404, Code.SC406, Code.SC703})
+"""The codes that end a command with status 2: usage errors, and bases that can't be used."""

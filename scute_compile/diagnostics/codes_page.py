@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from scute_compile.cli.app import NO_BASE
-from scute_compile.diagnostics.codes import Code
+from scute_compile.diagnostics.codes import USAGE_CODES, Code
 
 FAMILIES = {
     "SC1": "Files",
@@ -18,16 +17,16 @@ FAMILIES = {
     "SC7": "Commands",
     "SC8": "The runtime",
 }
-"""The first letters of a code -> what the family is about."""
+"""First letters of a code -> the family's heading."""
 
 HEAD = """\
 # Codes
 
-Every message of Scute has a code, and says where it is, what was found, what was expected and what to do next. A code
-is stable: it is never reused for something else, so scripts can rely on it (`--json` lists findings with their codes).
+Every message of Scute has a code, a place, what was found, what was expected and what to do next. Codes are stable and
+never reused, so scripts can rely on them (`--json` lists findings with their codes).
 
-An `error` refuses the adapter, and the command ends with status 1. A `note` says something worth knowing about an
-adapter that is exact all the same. Some codes are met as either. {no_base} end a command with status 2.
+An `error` refuses the adapter, and the command ends with status 1. A `note` informs about an adapter that is exact.
+Some codes occur as either. {usage} end a command with status 2.
 
 This page is written by `python -m scute_compile.diagnostics.codes_page > docs/errors.md`.
 """
@@ -35,8 +34,8 @@ This page is written by `python -m scute_compile.diagnostics.codes_page > docs/e
 
 def page() -> str:
     """Return the page in Markdown."""
-    *first, last = sorted(code.name for code in NO_BASE)
-    return "\n".join([HEAD.format(no_base=f"{', '.join(first)} and {last}"), *_sections()])
+    *first, last = sorted(code.name for code in USAGE_CODES)
+    return "\n".join([HEAD.format(usage=f"{', '.join(first)} and {last}"), *_sections()])
 
 
 def _sections() -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Diagnostics: what a user reads when something is wrong or worth knowing.
+"""Diagnostics: the messages that users see.
 
-Every failure that reaches a user is a `Diagnostic`: a stable code, where it is, what was found, what was expected and
-what to do next. `Findings` gathers them, so that one run names every fault and not the first alone.
+Every failure that reaches a user is a `Diagnostic`: a stable code, the place, what was found, what was expected and
+what to do next. `Findings` collects them, so that one run reports every fault and not only the first.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from scute_compile.diagnostics.codes import Code
 
 
 class Severity(StrEnum):
-    """How much a diagnostic weighs."""
+    """Whether a diagnostic refuses the adapter."""
 
     ERROR = "error"
     """The adapter is refused."""
     NOTE = "note"
-    """The adapter is exact; the user should know this all the same."""
+    """The adapter is exact; the finding is informative."""
 
 
 def printable(text: object) -> str:
@@ -34,17 +34,19 @@ def printable(text: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostic:
-    """One finding, worded as found / expected / next."""
+    """One finding: a place, what was found there, what was expected, and the next step."""
 
     code: Code
     where: str
     """The site, key or file that it is about."""
     found: str
     expected: str
-    next: str
+    next: str = ""
+    """What to do about it; when empty, the code's default."""
     severity: Severity = Severity.ERROR
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "next", self.next or self.code.next)
         for name in ("where", "found", "expected", "next"):
             object.__setattr__(self, name, printable(getattr(self, name)))
 
@@ -69,48 +71,60 @@ class Diagnostic:
 
 
 class ScuteError(Exception):
-    """Carries the diagnostics that stopped the work; at least one is an error."""
+    """Carries the diagnostics that ended the work; at least one is an error."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
         super().__init__("\n".join(str(d) for d in self.diagnostics))
 
 
-def fail(code: Code, *, where: str, found: str, expected: str, next: str) -> NoReturn:  # noqa: A002 - the field's name
-    """Raise one error at once: for faults after which nothing else can be said."""
+def fail(code: Code, *, where: str, found: str, expected: str, next: str = "") -> NoReturn:  # noqa: A002 - the field's name
+    """Raise one error immediately, for faults after which nothing further can be checked.
+
+    Args:
+        code: the kind of fault.
+        where: the site, key or file.
+        found: what is there.
+        expected: what should be there.
+        next: what to do about it; by default the code's next step.
+
+    Raises:
+        ScuteError: always.
+    """
     raise ScuteError([Diagnostic(code=code, where=where, found=found, expected=expected, next=next)])
 
 
 @dataclass(slots=True)
 class Findings:
-    """Gathers diagnostics while a stage looks at everything it can."""
+    """Collects diagnostics while a stage checks everything it can. Only appending is meant."""
 
     diagnostics: list[Diagnostic] = field(default_factory=list)
 
-    def error(self, code: Code, *, where: str, found: str, expected: str, next: str) -> None:  # noqa: A002 - the field's name
-        """Record an error and go on."""
-        self._add(Diagnostic(code=code, where=where, found=found, expected=expected, next=next))
+    def error(self, code: Code, *, where: str, found: str, expected: str, next: str = "") -> None:  # noqa: A002 - the field's name
+        """Record an error."""
+        self.add(Diagnostic(code=code, where=where, found=found, expected=expected, next=next))
 
     def note(self, code: Code, *, where: str, found: str, expected: str = "", next: str = "") -> None:  # noqa: A002 - the field's name
-        """Record something worth knowing about an adapter that is exact all the same."""
-        self._add(Diagnostic(code=code, where=where, found=found, expected=expected, next=next, severity=Severity.NOTE))
+        """Record something worth knowing about an adapter that is exact."""
+        self.add(Diagnostic(code=code, where=where, found=found, expected=expected, next=next, severity=Severity.NOTE))
 
-    def _add(self, diagnostic: Diagnostic) -> None:
+    def add(self, diagnostic: Diagnostic) -> None:
+        """Record a diagnostic, unless an equal one is recorded."""
         if diagnostic not in self.diagnostics:
             self.diagnostics.append(diagnostic)
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:
-        """The errors alone."""
+        """The errors."""
         return tuple(d for d in self.diagnostics if d.severity is Severity.ERROR)
 
     @property
     def notes(self) -> tuple[Diagnostic, ...]:
-        """The notes alone."""
+        """The notes."""
         return tuple(d for d in self.diagnostics if d.severity is Severity.NOTE)
 
     def raise_if_errors(self) -> None:
-        """Raise everything gathered when at least one is an error."""
+        """Raise a `ScuteError` with every recorded diagnostic when at least one is an error."""
         if self.errors:
             raise ScuteError(self.diagnostics)
 

@@ -1,1 +1,1 @@
-"""Opens bases, groups adapters by base, packs, and checks artifacts against what was asked."""
+"""Plans the adapters of a call by base, packs them, and compares artifacts with a request. Returns data."""

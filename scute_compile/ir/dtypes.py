@@ -42,6 +42,15 @@ class FloatFormat:
         return f"<u{self.itemsize}"
 
     @property
+    def stored(self) -> str:
+        """The numpy dtype in which stored bytes are first read: `word` for bfloat16, which numpy lacks.
+
+        >>> FORMATS["F16"].stored, FORMATS["BF16"].stored
+        ('<f2', '<u2')
+        """
+        return self.word if self.name == "bfloat16" else f"<f{self.itemsize}"
+
+    @property
     def one(self) -> int:
         """The bits of 1.0.
 
@@ -66,7 +75,7 @@ class FloatFormat:
         >>> FORMATS["F16"].largest
         65504.0
         """
-        return (2.0 - 2.0**-self.mantissa_bits) * 2.0 ** (2 ** (self.exponent_bits - 1) - 1)
+        return float((2.0 - 2.0**-self.mantissa_bits) * 2.0 ** (2 ** (self.exponent_bits - 1) - 1))
 
     @property
     def smallest_normal(self) -> float:
@@ -75,7 +84,7 @@ class FloatFormat:
         >>> FORMATS["F16"].smallest_normal == 2.0**-14
         True
         """
-        return 2.0 ** (2 - 2 ** (self.exponent_bits - 1))
+        return float(2.0 ** (2 - 2 ** (self.exponent_bits - 1)))
 
     @property
     def epsilon(self) -> float:
@@ -134,7 +143,7 @@ class DType(StrEnum):
     FLOAT16 = "float16"
 
     @property
-    def format(self) -> FloatFormat:
+    def format(self) -> FloatFormat:  # type: ignore[override] # str.format makes no sense on a dtype
         """The row of the table."""
         return format_named(self.value)
 

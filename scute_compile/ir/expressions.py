@@ -1,13 +1,13 @@
 """Values as the IR holds them: a reference into a file, or a small expression over references.
 
-No expression holds a tensor. Each knows its shape, prints, compares and hashes; packing alone evaluates it. One or two
-dimensions are meant throughout, except for `RotationBlocks`, which is a stack of square blocks.
+No expression holds a tensor. Each has a shape, prints, compares and hashes; only packing evaluates it. Values have one
+or two dimensions, except for `RotationBlocks`, which is a stack of square blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 Shape = tuple[int, ...]
@@ -34,7 +34,7 @@ class Source(StrEnum):
 
 
 class Expression:
-    """What every value has: a shape, and operands."""
+    """The base of all values: a shape, and operands."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class Expression:
         raise NotImplementedError
 
     def operands(self) -> Iterator[Expression]:
-        """Yield the expressions that this one is made of, one level down."""
+        """Yield the expressions that this one is computed from, one level down."""
         for field in fields(self):  # type: ignore[arg-type] # every subclass is a dataclass
             value = getattr(self, field.name)
             if isinstance(value, Expression):
@@ -57,6 +57,19 @@ class Expression:
         yield self
         for operand in self.operands():
             yield from operand.walk()
+
+    def rewritten(self, change: Callable[[Expression], Expression]) -> Expression:
+        """Return the expression with `change` applied to every node, operands before the nodes that use them."""
+        changed: dict[str, object] = {}
+        for field in fields(self):  # type: ignore[arg-type] # every subclass is a dataclass
+            value = getattr(self, field.name)
+            if isinstance(value, Expression):
+                rewritten = value.rewritten(change)
+                if rewritten is not value:
+                    changed[field.name] = rewritten
+            elif isinstance(value, tuple) and any(isinstance(item, Expression) for item in value):
+                changed[field.name] = tuple(item.rewritten(change) for item in value)
+        return change(replace(self, **changed) if changed else self)  # type: ignore[type-var] # likewise
 
     def references(self, source: Source | None = None) -> Iterator[Ref]:
         """Yield the file tensors that the value depends on."""
@@ -230,8 +243,12 @@ class Take(Expression):
 class ColumnNorm(Expression):
     """`colnorm(W + c A B)`, the Euclidean norm of each output's weights: shape `(out,)`.
 
-    All operands are file tensors, never slots, so that folding into B stays possible (DoRA, arXiv:2402.09353 section
-    4; PEFT `tuners/lora/dora.py`). `weight` is as stored: `(out, in)`, or `(in, out)` when `transposed`.
+    All operands are file tensors, never slots, so that `e` can still fold into B (DoRA, arXiv:2402.09353 section 4;
+    PEFT `tuners/lora/dora.py`). `weight` is as stored: `(out, in)`, or `(in, out)` when `transposed`.
+
+    The weight is read in tiles of stored rows, from the first to the last. The tiles depend on the weight's shape
+    alone, so norms of different adapters over one weight are read together, and every tensor-parallel degree gets the
+    same bits.
     """
 
     weight: Ref
@@ -241,10 +258,18 @@ class ColumnNorm(Expression):
     b: Expression
     """B as rank-major rows: `(rank, out)`."""
     c: float
+    tile_rows: int = 0
+    """Stored rows of `weight` per tile; 0 before the scale pass."""
 
     @property
     def shape(self) -> Shape:
         return (self.b.shape[1],)
+
+    def tiles(self) -> Iterator[Interval]:
+        """Yield the stored rows of each tile as half-open intervals, in reading order."""
+        rows = self.weight.shape[0]
+        for start in range(0, rows, self.tile_rows):
+            yield start, min(start + self.tile_rows, rows)
 
 
 class RotationForm(StrEnum):
@@ -255,7 +280,7 @@ class RotationForm(StrEnum):
     SERIES_DOUBLED = "series-doubled"
     """PEFT 0.16 and 0.17: I + 2Q + ... + 2Q^(t-1), the last coefficient doubled too."""
     CAYLEY = "cayley"
-    """(I-Q)(I+Q)^-1, solved exactly: turns the opposite way."""
+    """(I-Q)(I+Q)^-1, solved exactly: rotates in the opposite direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +306,7 @@ class RotationBlocks(Expression):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VeraProjection(Expression):
-    """A VeRA projection drawn anew from its key, as PEFT draws it (`tuners/vera/model.py`).
+    """A VeRA projection regenerated from its key, as PEFT generates it (`tuners/vera/model.py`).
 
     One CPU generator seeded with `seed` fills A `(rank, max_in)` first and B `(max_out, rank)` second, Kaiming-uniform
     in float32; both then pass through `rounding`, the base's dtype.

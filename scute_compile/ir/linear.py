@@ -1,4 +1,4 @@
-"""The base model as the compiler sees it: linear layers, their shapes, and how ranks share them. No weights."""
+"""A linear layer of the base: its shape, how tensor-parallel ranks cut it, and the GEMM that it belongs to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scute_compile.ir.expressions import Ranges, Ref
 
 
 class Split(StrEnum):
-    """How tensor parallelism divides a linear layer, in Megatron's words."""
+    """How tensor parallelism divides a linear layer (Megatron-LM, arXiv:1909.08053 section 3)."""
 
     COLUMN = "column"
     """By output: each rank holds some columns of `W [in, out]`."""
@@ -18,27 +18,27 @@ class Split(StrEnum):
     REPLICATED = "replicated"
     """Every rank holds all of it."""
     UNKNOWN = "unknown"
-    """Nothing says how; tensor parallelism above 1 is refused."""
+    """Not known; a tensor-parallel degree above 1 is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A run of a layer's split axis that is divided among the ranks on its own: q, k, v, gate, up, or all of it."""
+    """A contiguous run of a layer's split axis that is cut by itself: q, k, v, gate, up, or the whole axis."""
 
     name: str
     size: int
     unit: int = 1
-    """Entries that must stay together: a head's width."""
+    """Entries that no cut may separate: the width of a head."""
     replicable: bool = False
-    """Whether ranks may hold copies when there are more ranks than units (key and value heads)."""
+    """Whether several ranks may hold the same unit when there are more ranks than units (key and value heads)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """Where the input of a layer comes from when it is an element-wise product: `down(act(gate) * up)`."""
+    """The source of a layer's input when that is an element-wise product: `down(act(gate) * up)`."""
 
     site: str
-    """The layer whose output is the plain factor of the product (`up_proj`, or a fused `gate_up_proj`)."""
+    """The layer whose output is the factor without activation (`up_proj`, or a fused `gate_up_proj`)."""
     part: int = 0
     """Which part of that layer's output it is."""
 
@@ -58,13 +58,13 @@ class Linear:
     parts: tuple[Part, ...] = ()
     """Of the output axis for `COLUMN`, of the input axis for `ROW`; sizes add up to that axis."""
     gemm: str = ""
-    """Name of the engine's multiplication that this layer is part of: equal for q, k and v. The fused site."""
+    """Name of the fused site, the GEMM that this layer is part of: equal for q, k and v."""
     input_product: Product | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermCut:
-    """What each rank holds of a low-rank term beyond the site's own cut: an interval per rank, in order, some empty."""
+    """What each rank holds of a fully sharded low-rank term: one interval per rank, in order, possibly empty."""
 
     rows: Ranges | None = None
     """Of the term's rank: rows of A, and d. None: every rank holds all."""
@@ -79,4 +79,4 @@ class Cut:
     inputs: tuple[Ranges, ...]
     outputs: tuple[Ranges, ...]
     terms: tuple[TermCut, ...] = ()
-    """One per low-rank term when these are cut as well; empty when they follow the site's axes."""
+    """One per low-rank term when terms are fully sharded; empty when they follow the site's axes."""

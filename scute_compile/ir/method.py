@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Method(StrEnum):
-    """The methods that a pool may hold, named as artifacts name themselves."""
+    """A PEFT method, by the name that artifacts and reports use."""
 
     LORA = "lora"
     DORA = "dora"

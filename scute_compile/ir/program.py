@@ -8,19 +8,20 @@ held rank-major, as they are stored and multiplied: A as its transpose `(rank, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 
 from scute_compile.diagnostics import Diagnostic
 from scute_compile.ir.expressions import Expression
 from scute_compile.ir.linear import Cut, Linear
+from scute_compile.ir.method import Method
 from scute_compile.ir.target import Target
 
 
 class Owner(StrEnum):
-    """Who owns a factor; it decides whether a slot may merge into it."""
+    """The owner of a factor; a slot merges only into a factor that the adapter owns."""
 
     ADAPTER = "adapter"
     SHARED = "shared"
@@ -40,12 +41,24 @@ class Route(StrEnum):
     """Where in the serving pipeline a live slot is computed."""
 
     EXPAND = "in the expand"
+    """s, b and e: on the output tile that the expand holds."""
     SHRINK = "in the shrink"
-    BEFORE_GEMM = "before the GEMM"
+    """d: on the shrink's result."""
     DELTA_ROWS = "delta rows of the same GEMM"
+    """R: the rows `x (R - I)` are appended to the base's GEMM."""
+
+
+class Alternative(StrEnum):
+    """Another way to compute a live slot, compared with the route by cost and never chosen: it rounds once more."""
+
+    BEFORE_GEMM = "before the GEMM"
     SEPARATE_PASS = "a separate pass"  # noqa: S105 - a pass over memory, no password
     MERGED_COPY = "a private merged copy"
     AS_LORA = "conversion to LoRA"
+
+
+Costs = tuple[tuple[Route | Alternative, int], ...]
+"""A live slot's route and its alternatives, each with its bytes per step, in ascending order of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +109,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoice:
-    """A live slot's recommended route, with what every candidate would move for the workload."""
+    """A live slot's route, with the costs of the route and of its alternatives for the workload."""
 
     slot: str
     route: Route
-    candidates: tuple[tuple[Route, int], ...]
-    """Bytes per step of each candidate, the chosen one included, cheapest first."""
+    candidates: Costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +124,9 @@ class Site:
     rotation: Rotation | None = None
     s: Expression | None = None
     beta: Expression | None = None
-    """Before folding: the bias that the adapted layer adds, when it isn't the base's own."""
+    """Before folding: the bias that the adapted layer adds; None when it is the base's."""
     b: Expression | None = None
-    """After folding: the shift on top of `y + y * ds`, where `y` holds the base's bias already."""
+    """After folding: the shift added to `y + y * ds`, where `y` includes the base's bias."""
     terms: tuple[Term, ...] = ()
     cut: Cut | None = None
     routes: tuple[RouteChoice, ...] = ()
@@ -129,9 +141,37 @@ class Site:
         """Whether every slot is the identity."""
         return not (self.terms or self.rotation or self.s or self.beta or self.b)
 
+    def expressions(self) -> Iterator[Expression]:
+        """Yield the value of every slot and factor."""
+        rotation = self.rotation.delta if self.rotation else None
+        for value in (rotation, self.s, self.beta, self.b):
+            if value is not None:
+                yield value
+        for term in self.terms:
+            yield from (value for value in (term.a.value, term.b.value, term.d, term.e) if value is not None)
+
+    def rewritten(self, change: Callable[[Expression], Expression]) -> Site:
+        """Return the site with `change` applied to every node of every value."""
+
+        def new(value: Expression | None) -> Expression | None:
+            return None if value is None else value.rewritten(change)
+
+        def factor(old: Factor) -> Factor:
+            return replace(old, value=old.value.rewritten(change), shared=new(old.shared))
+
+        rotation = self.rotation
+        return replace(
+            self,
+            rotation=replace(rotation, delta=rotation.delta.rewritten(change)) if rotation else None,
+            s=new(self.s),
+            beta=new(self.beta),
+            b=new(self.b),
+            terms=tuple(replace(t, a=factor(t.a), b=factor(t.b), d=new(t.d), e=new(t.e)) for t in self.terms),
+        )
+
 
 class Action(StrEnum):
-    """What became of a slot."""
+    """The outcome of a pass for one slot."""
 
     MERGED = "merged"
     LIVE = "live"
@@ -142,22 +182,24 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """One rewrite, or one decision to leave a slot live: what `explain-folds` shows."""
+    """One rewrite, or one decision to leave a slot live. `explain-folds` shows the notes."""
 
     site: str
     slot: str
-    """`R`, `s`, `b`, `d`, `e`, `c`, `A`, `B`, with the term's number when there are several."""
+    """`R`, `s`, `b`, `d`, `e`, `c`, `A` or `B`; followed by the term's number when there are several terms."""
     action: Action
     rule: str
     neighbours: tuple[tuple[str, Owner], ...] = ()
     why: str = ""
     route: Route | None = None
-    candidates: tuple[tuple[Route, int], ...] = ()
+    candidates: Costs = ()
 
 
 class Stage(StrEnum):
-    """How far a program has come; the spec says what each stage may hold."""
+    """The last pass that a program went through. The spec lists the invariants of each stage."""
 
+    OPENED = "open"
+    """The adapter is open; the program has no sites yet."""
     PARSED = "parse"
     PLACED = "place"
     FOLDED = "fold"
@@ -170,8 +212,7 @@ class Stage(StrEnum):
 class Program:
     """One adapter in normal form."""
 
-    method: str
-    """`lora`, `dora`, `ia3`, `vera`, `oft`, `adalora`; what the artifact calls itself."""
+    method: Method
     stage: Stage
     sites: tuple[Site, ...]
     target: Target = field(default_factory=Target)
@@ -180,4 +221,4 @@ class Program:
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Adapter module path -> base module path, where keys matched only after one unique re-rooting."""
     settings: tuple[tuple[str, str], ...] = ()
-    """What the front end read and a reader may want to see: `rank`, `alpha`, `series`, ..."""
+    """Settings that the front end read, for display: `rank`, `alpha`, `series`, ..."""

@@ -1,16 +1,21 @@
-"""What a program may contain at each stage: one small function per invariant, checked between passes.
+"""The invariants of a program at each stage: one small function per invariant, checked after every pass.
 
-A violation is a fault of a pass, never of the user's input, so it is an `AssertionError` that names the invariant.
+A violation is a fault of a pass, never of the user's input, so it raises an `AssertionError` that names the invariant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from scute_compile.ir.expressions import Ref, Source, width
+from scute_compile.ir.expressions import ColumnNorm, Ref, Source, width
 from scute_compile.ir.program import Owner, Program, RotationKind, Site, Stage, Term
 
 ORDER = tuple(Stage)
+
+
+def nothing_is_parsed_yet(site: Site) -> Iterator[str]:
+    """Before parsing, there are no sites."""
+    yield f"{site.linear.name} before parsing"
 
 
 def terms_fit_their_site(site: Site) -> Iterator[str]:
@@ -25,7 +30,7 @@ def terms_fit_their_site(site: Site) -> Iterator[str]:
             (term.d, (term.rank,)),
             (term.e, (outputs,)),
         )
-        # a size of 0 is unknown: an adapter looked at without its base
+        # a size of 0 is unknown: the adapter is planned without its base
         known = ((value, shape) for value, shape in wanted if value is not None and 0 not in shape)
         yield from (f"{value} is not {shape}" for value, shape in known if value.shape != shape)
 
@@ -49,7 +54,7 @@ def slots_fit_their_site(site: Site) -> Iterator[str]:
 
 
 def shared_factors_are_windows(site: Site) -> Iterator[str]:
-    """A shared factor names the whole matrix that it is a window of; an owned one does not."""
+    """A shared factor names the whole matrix that it is a window of; an owned factor does not."""
     for term in site.terms:
         for factor in (term.a, term.b):
             if (factor.owner is Owner.SHARED) is not (factor.shared is not None):
@@ -69,7 +74,7 @@ def bias_is_compiled(site: Site) -> Iterator[str]:
 
 
 def slots_beside_owned_factors_are_merged(site: Site) -> Iterator[str]:
-    """After folding, c is 1, d stands only between foreign factors, and e only after a foreign B."""
+    """After folding, c is 1, d exists only between factors that are not owned, and e only after a B that is not."""
     for term in site.terms:
         yield from _unmerged(term)
 
@@ -85,9 +90,16 @@ def _unmerged(term: Term) -> Iterator[str]:
 
 
 def site_is_not_empty(site: Site) -> Iterator[str]:
-    """After folding, a site without slots is gone."""
+    """After folding, every site has at least one slot."""
     if site.empty:
         yield "no slots"
+
+
+def every_norm_has_its_tiles(site: Site) -> Iterator[str]:
+    """After scaling, every column norm has its reading plan."""
+    for value in site.expressions():
+        norms = (node for node in value.walk() if isinstance(node, ColumnNorm))
+        yield from (f"no tiles for {norm.weight.key}" for norm in norms if norm.tile_rows < 1)
 
 
 def every_rank_has_a_cut(site: Site) -> Iterator[str]:
@@ -101,7 +113,7 @@ def every_rank_has_a_cut(site: Site) -> Iterator[str]:
 
 
 def every_term_has_a_cut_or_none_has(site: Site) -> Iterator[str]:
-    """After sharding, all terms of a site are divided among all ranks beyond its own cut, in order, or none is."""
+    """After sharding, all terms of a site are divided among all ranks in addition to the site's cut, or none is."""
     if site.cut is None or not site.cut.terms:
         return
     if len(site.cut.terms) != len(site.terms):
@@ -126,16 +138,17 @@ def every_live_slot_has_a_route(site: Site) -> Iterator[str]:
 
 
 def base_is_referenced_by_bias_or_norm(site: Site) -> Iterator[str]:
-    """Values depend on base tensors of their own layer only."""
-    own = {site.linear.weight.key} | ({site.linear.bias.key} if site.linear.bias else set())
+    """Values depend on base tensors of their site's layer only."""
+    of_layer = {site.linear.weight.key} | ({site.linear.bias.key} if site.linear.bias else set())
     for value in (site.s, site.b, site.beta):
         refs: Iterator[Ref] = value.references(Source.BASE) if value is not None else iter(())
-        yield from (f"{ref.key} is not of this layer" for ref in refs if ref.key not in own)
+        yield from (f"{ref.key} is not of this layer" for ref in refs if ref.key not in of_layer)
 
 
 Invariant = Callable[[Site], Iterator[str]]
 
 SPEC: tuple[tuple[Stage, Stage, Invariant], ...] = (
+    (Stage.OPENED, Stage.OPENED, nothing_is_parsed_yet),
     (Stage.PARSED, Stage.ROUTED, terms_fit_their_site),
     (Stage.PARSED, Stage.ROUTED, slots_fit_their_site),
     (Stage.PARSED, Stage.ROUTED, shared_factors_are_windows),
@@ -144,6 +157,7 @@ SPEC: tuple[tuple[Stage, Stage, Invariant], ...] = (
     (Stage.FOLDED, Stage.ROUTED, bias_is_compiled),
     (Stage.FOLDED, Stage.ROUTED, slots_beside_owned_factors_are_merged),
     (Stage.FOLDED, Stage.ROUTED, site_is_not_empty),
+    (Stage.SCALED, Stage.ROUTED, every_norm_has_its_tiles),
     (Stage.SHARDED, Stage.ROUTED, every_rank_has_a_cut),
     (Stage.SHARDED, Stage.ROUTED, every_term_has_a_cut_or_none_has),
     (Stage.ROUTED, Stage.ROUTED, every_live_slot_has_a_route),
@@ -152,7 +166,7 @@ SPEC: tuple[tuple[Stage, Stage, Invariant], ...] = (
 
 
 def verify(program: Program) -> Program:
-    """Return the program when it keeps every invariant of its stage.
+    """Return the program if it keeps every invariant of its stage.
 
     Raises:
         AssertionError: naming the pass's stage, the site and each broken invariant.

@@ -1,4 +1,4 @@
-"""What an adapter is compiled for: ranks, dtype, and the workload that routes are chosen for."""
+"""What an adapter is compiled for: ranks, dtype, and the workload that routes are priced for."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from scute_compile.ir.dtypes import DType
 
 
 class LoraSharding(StrEnum):
-    """How the low-rank terms of a site are divided among tensor-parallel ranks."""
+    """How the factors of a site's low-rank terms are divided among tensor-parallel ranks."""
 
     DEFAULT = "default"
-    """Along the axis by which the base's weight is cut: the other factor is whole on every rank."""
+    """Along the axis on which the base's weight is cut; the other factor is whole on every rank."""
     FULL = "full"
-    """Both factors (S-LoRA, arXiv:2311.03285 section 6): A by rank and B by output on column-parallel sites, A by input
-    and B by output on row-parallel ones."""
+    """Fully sharded (S-LoRA, arXiv:2311.03285 section 6), both factors: A by rank and B by output on column-parallel
+    sites, A by input and B by output on row-parallel sites."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The decode step that a route is recommended for. Units: bytes, seconds."""
+    """The decode step that routes are priced for. Units: bytes, seconds."""
 
     tenants: int = 16
     """Distinct adapters in one step."""
@@ -40,6 +40,6 @@ class Target:
 
     tp: int = 1
     dtype: DType | None = None
-    """None: chosen from the base's dtype, and widened when values would not survive it."""
+    """None: the base's dtype, or float32 when values overflow or lose precision in it."""
     workload: Workload = Workload()
     lora_sharding: LoraSharding = LoraSharding.DEFAULT

@@ -1,4 +1,4 @@
-"""A base of which only the config.json is there has the structure of its checkpoint."""
+"""A base that is only a config.json gets the structure of its checkpoint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from scute_compile.base.structure import build_structure
 from scute_compile.cli.app import main
 from scute_compile.diagnostics import Code, ScuteError
 from scute_compile.ir.expressions import Ref, Source
+from tests.support.artifact_files import rank_file
 
 
 def headers(folder: Path) -> Mapping[str, Ref]:
-    """Names and shapes of all tensors that a folder holds."""
+    """Return names and shapes of all tensors in a folder."""
     found: dict[str, Ref] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "np") as file:
@@ -43,22 +44,22 @@ def test_structure_from_the_configuration_alone_equals_that_of_the_checkpoint(
     assert build_structure(config, planned) == build_structure(config, headers(folder))
 
 
-def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:
+def test_an_architecture_that_transformers_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "not_a_model"}))
     with pytest.raises(ScuteError, match="not_a_model") as caught:
         structure_tensors(tmp_path / "config.json")
     assert [d.code for d in caught.value.diagnostics] == [Code.SC405]
 
 
-def test_a_configuration_that_can_not_be_built_is_a_diagnostic(tmp_path: Path) -> None:
+def test_a_configuration_that_cannot_be_built_is_a_diagnostic(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
     with pytest.raises(ScuteError) as caught:
         structure_tensors(tmp_path / "config.json")
     assert [d.code for d in caught.value.diagnostics] == [Code.SC405]
 
 
-def test_a_missing_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)  # what makes an import fail as that of an absent package does
+def test_a_missing_torch_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails, as that of an absent package does
     with pytest.raises(ScuteError, match="no package `torch`") as caught:
         structure_tensors(tmp_path / "config.json")
     assert [d.code for d in caught.value.diagnostics] == [Code.SC701]
@@ -74,8 +75,8 @@ def test_an_adapter_that_needs_no_weights_compiles_against_a_config_alone(
     for base, store in ((tmp_path / "config", "alone"), (base_folder("llama"), "whole")):
         assert main(["compile", str(adapter), "--base", str(base), "--tp", "2", "-o", str(tmp_path / store)]) == 0
     for rank in range(2):
-        name = f"{adapter.name}/rank-{rank:05d}-of-00002.safetensors"
-        assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        files = [rank_file(tmp_path / store / adapter.name, rank) for store in ("alone", "whole")]
+        assert files[0].read_bytes() == files[1].read_bytes()
     recorded = json.loads((tmp_path / "alone" / adapter.name / "manifest.json").read_text())["base"]
     whole = json.loads((tmp_path / "whole" / adapter.name / "manifest.json").read_text())["base"]
     assert recorded["content"] is None

@@ -1,4 +1,4 @@
-"""What each rank holds: whole heads, every entry once, copies of kv heads where ranks exceed them."""
+"""What each rank holds: whole heads, every entry once, and replicated kv heads where ranks outnumber heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scute_compile.ir.linear import Linear, Part, Split
 
 
 def layer(split: Split, *parts: Part, other: int = 8) -> Linear:
-    """A layer whose split axis is made of `parts`."""
+    """Return a layer whose split axis consists of `parts`."""
     size = sum(part.size for part in parts)
     outputs, inputs = (size, other) if split is Split.COLUMN else (other, size)
     weight = Ref(Source.BASE, "x.weight", (outputs, inputs), "F32")
@@ -24,12 +24,12 @@ def layer(split: Split, *parts: Part, other: int = 8) -> Linear:
 
 
 def heads(name: str, count: int, unit: int, *, replicable: bool = False) -> Part:
-    """A part of `count` heads, each of width `unit`."""
+    """Return a part of `count` heads, each of width `unit`."""
     return Part(name=name, size=count * unit, unit=unit, replicable=replicable)
 
 
 def entries(ranges: Ranges) -> list[int]:
-    """Every index that `ranges` cover, in order."""
+    """Return every index that `ranges` cover, in order."""
     return [index for start, stop in ranges for index in range(start, stop)]
 
 
@@ -65,7 +65,7 @@ def test_ranks_partition_the_axis_evenly_and_in_whole_units(case: tuple[int, lis
             assert inside == list(range(inside[0], inside[0] + len(inside)))
             assert inside[0] % part.unit == 0
         offset += part.size
-    assert all(a[1] < b[0] for ranges in held for a, b in itertools.pairwise(ranges)), "merged where they meet"
+    assert all(a[1] < b[0] for ranges in held for a, b in itertools.pairwise(ranges)), "adjacent ranges are merged"
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
@@ -99,7 +99,7 @@ def test_a_replicated_layer_is_whole_on_every_rank() -> None:
     assert found.outputs == (((0, 8),),) * 3
 
 
-def test_an_unknown_layer_is_served_by_one_rank_and_refused_at_more() -> None:
+def test_an_unknown_layer_is_whole_on_one_rank_and_refused_on_more() -> None:
     linear = layer(Split.UNKNOWN, Part(name="in", size=8))
     assert cut(linear, 1).inputs == (((0, 8),),)
     found = obstacle(linear, 2)
@@ -111,7 +111,7 @@ def test_an_unknown_layer_is_served_by_one_rank_and_refused_at_more() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 3), st.booleans(), st.integers(2, 16))
-def test_an_obstacle_names_both_numbers_and_degrees_that_work(n: int, unit: int, replicable: bool, tp: int) -> None:
+def test_an_obstacle_names_both_numbers_and_the_degrees_that_work(n: int, unit: int, replicable: bool, tp: int) -> None:
     linear = layer(Split.COLUMN, heads("k", n, unit, replicable=replicable))
     found = obstacle(linear, tp)
     if found is None:
@@ -122,7 +122,7 @@ def test_an_obstacle_names_both_numbers_and_degrees_that_work(n: int, unit: int,
     assert re.match(rf"{n} (heads|entries), tp {tp}\b", found.found)
     offered = {int(number) for number in re.findall(r"\d+", found.next.removeprefix("compile with --tp"))}
     degrees = possible_degrees([linear])
-    # the smallest few by name, and the largest when there are more
+    # the smallest few, and the largest when there are more
     assert offered == set(degrees[:8]) | {degrees[-1]}
     assert 1 in offered
     assert tp not in offered

@@ -1,4 +1,4 @@
-"""Re-rooting: one unique change of the prefix, or none."""
+"""Re-rooting: the only change of the prefix that makes all paths match, or none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unrooted(paths: tuple[str, ...], known: tuple[str, ...]) -> Unrooted:
     return found
 
 
-def test_paths_that_match_stay_as_they_are_even_when_another_root_fits_too() -> None:
+def test_paths_that_match_are_kept_even_when_another_root_fits_too() -> None:
     inner = tuple("vision." + name for name in LAYERS)
     assert rerooted(LAYERS[:4], LAYERS + inner).identity
 
@@ -58,7 +58,7 @@ def test_numbers_are_neither_dropped_nor_added() -> None:
     assert not unrooted(("layers.0.q_proj",), ("towers.1.layers.0.q_proj",)).ambiguous
 
 
-def test_another_name_of_the_layers_is_not_a_prefix() -> None:
+def test_another_name_of_the_layers_is_no_prefix() -> None:
     assert not unrooted(tuple(name.replace("layers", "blocks") for name in LAYERS), LAYERS).ambiguous
 
 
@@ -67,5 +67,5 @@ def test_a_path_without_numbers_keeps_its_last_segment() -> None:
     assert not unrooted(("wrapper.rank",), ("head.score",)).ambiguous
 
 
-def test_no_paths_match_trivially() -> None:
+def test_no_paths_match_as_they_are() -> None:
     assert rerooted((), LAYERS).identity

@@ -1,9 +1,7 @@
-"""The structure that is read from names and shapes is the one that transformers builds."""
+"""The structure that is derived from names and shapes is that of the model that transformers builds."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,31 +13,18 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 from scute_compile.base.cuts import cut, possible_degrees
+from scute_compile.base.heads import is_output_head
 from scute_compile.base.structure import ModelStructure, build_structure
-from scute_compile.base.transformers_plan import config_default, tp_plan
 from scute_compile.ir.expressions import Ref, Source
 from scute_compile.ir.linear import Linear, Part, Product, Split
 from tests.support.bases import BASES
 
 TEXT = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "mixtral")
-HEADS = {"lm_head", "embed_out"}
-PLANNED = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "phi3",
-    "gpt_neox",
-    "mixtral",
-    "gemma3_text",
-    "qwen2_vl_text",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A real model beside what was read from its names."""
+    """A model of transformers, and the structure that is derived from its names and shapes."""
 
     model: torch.nn.Module
     config: Mapping[str, object]
@@ -49,7 +34,7 @@ class Built:
 
 @cache
 def built(name: str) -> Built:
-    """Build a tiny model on the meta device: names and shapes are all that counts."""
+    """Build a small model on the meta device; only names and shapes are needed."""
     config = BASES[name].config()
     kind = transformers.AutoModelForImageTextToText if BASES[name].multimodal else transformers.AutoModelForCausalLM
     with torch.device("meta"):
@@ -76,10 +61,10 @@ def of_layer(structure: ModelStructure, end: str) -> Linear:
 
 
 @pytest.mark.parametrize("name", [*TEXT, "vision-language"])
-def test_linears_are_the_model_s_own_but_for_its_heads(name: str) -> None:
+def test_linears_are_the_models_linear_layers_without_its_heads(name: str) -> None:
     expected = {}
     for path, module in built(name).model.named_modules():
-        if path.rpartition(".")[2] in HEADS:
+        if is_output_head(path):
             continue
         if isinstance(module, torch.nn.Linear):
             expected[path] = (module.in_features, module.out_features, module.bias is not None, False)
@@ -93,11 +78,11 @@ def test_linears_are_the_model_s_own_but_for_its_heads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*TEXT, "vision-language"])
-def test_embeddings_and_heads_are_named_but_are_no_sites(name: str) -> None:
+def test_embeddings_and_heads_are_listed_apart(name: str) -> None:
     expected = {
         path
         for path, module in built(name).model.named_modules()
-        if isinstance(module, torch.nn.Embedding) or path.rpartition(".")[2] in HEADS
+        if isinstance(module, torch.nn.Embedding) or is_output_head(path)
     }
     assert built(name).structure.embeddings == expected
 
@@ -123,7 +108,7 @@ def test_the_text_model_inside_a_multimodal_one_is_known_and_the_tower_is_not() 
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_heads_are_the_model_s(name: str) -> None:
+def test_head_counts_are_the_models(name: str) -> None:
     config = BASES[name].config()
     heads = config.num_attention_heads  # type: ignore[attr-defined] # each family has its own
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -157,8 +142,8 @@ def test_fused_layers_have_parts() -> None:
     assert of_layer(neox, "query_key_value").parts == (Part(name="qkv", size=192, unit=48),)
 
 
-def test_a_rank_of_a_fused_qkv_computes_its_own_heads() -> None:
-    """The cut of GPT-NeoX's and Phi-3's fused projections picks what their own code gives to these heads."""
+def test_a_rank_of_a_fused_qkv_computes_whole_heads() -> None:
+    """The cut of GPT-NeoX's and Phi-3's fused projections agrees with the slices in their code."""
     rows = torch.arange(192)
     neox = of_layer(built("gpt_neox").structure, "query_key_value")
     of_head = rows.view(4, 48)  # modeling_gpt_neox: view(..., heads, 3 * head_dim)
@@ -166,8 +151,8 @@ def test_a_rank_of_a_fused_qkv_computes_its_own_heads() -> None:
     phi3 = of_layer(built("phi3").structure, "qkv_proj")
     q, k, v = rows[:64].view(4, 16), rows[64:96].view(2, 16), rows[96:128].view(2, 16)  # modeling_phi3: three slices
     for rank, ranges in enumerate(cut(phi3, 2).outputs):
-        own = torch.cat([x.chunk(2)[rank].flatten() for x in (q, k, v)])
-        assert [i for r in ranges for i in range(*r)] == own.tolist()
+        expected = torch.cat([x.chunk(2)[rank].flatten() for x in (q, k, v)])
+        assert [i for r in ranges for i in range(*r)] == expected.tolist()
 
 
 def test_siblings_share_a_fused_site() -> None:
@@ -184,7 +169,7 @@ def test_down_reads_the_product_of_gate_and_up(name: str) -> None:
     assert of_layer(built(name).structure, "down_proj").input_product == Product(site="model.layers.0.mlp.up_proj")
 
 
-def test_a_fused_gate_up_is_a_product_s_second_part_and_plain_mlps_have_none() -> None:
+def test_a_fused_gate_up_gives_the_products_second_part_and_plain_mlps_have_none() -> None:
     assert of_layer(built("phi3").structure, "down_proj").input_product == Product(
         site="model.layers.0.mlp.gate_up_proj", part=1
     )
@@ -192,7 +177,7 @@ def test_a_fused_gate_up_is_a_product_s_second_part_and_plain_mlps_have_none() -
     assert of_layer(built("gpt_neox").structure, "dense_4h_to_h").input_product is None
 
 
-def test_a_product_is_not_claimed_where_something_stands_between_or_up_is_clamped() -> None:
+def test_no_product_is_assumed_where_the_block_has_other_tensors_or_up_is_clamped() -> None:
     norm = rebuilt("llama", plus={"model.layers.0.mlp.ffn_sub_norm.weight": (160,)})
     assert of_layer(norm, "down_proj").input_product is None
     assert norm.linears["model.layers.1.mlp.down_proj"].input_product is not None
@@ -223,7 +208,7 @@ def test_a_gate_packed_beside_q_leaves_that_layer_s_attention_unknown() -> None:
 
 
 def test_a_tower_that_the_configuration_does_not_name_is_unknown() -> None:
-    """Its layers have the text model's names, but another width."""
+    """Its layers have the names of the text model's layers, but another width."""
     path = "model.vpm.layers.0.mlp.up_proj"
     assert rebuilt("llama", plus={f"{path}.weight": (96, 48)}).linears[path].split is Split.UNKNOWN
 
@@ -243,7 +228,7 @@ def test_linears_stand_in_natural_order() -> None:
     assert layers == sorted(layers)
 
 
-def test_the_dtype_is_that_of_most_entries_or_the_configuration_s() -> None:
+def test_the_dtype_is_that_of_most_entries_or_of_the_configuration() -> None:
     tensors = {k: replace(r, dtype="BF16" if len(r.dims) == 2 else "F32") for k, r in built("llama").tensors.items()}
     assert build_structure(built("llama").config, tensors).dtype == "bfloat16"
     assert build_structure({"model_type": "llama", "torch_dtype": "float16"}, {}).dtype == "float16"
@@ -251,29 +236,9 @@ def test_the_dtype_is_that_of_most_entries_or_the_configuration_s() -> None:
 
 
 def test_a_field_that_the_configuration_leaves_out_takes_its_default() -> None:
-    assert config_default("gemma3_text", "num_attention_heads") == 8
-    assert config_default("llama", "num_attention_heads") == 32
-    assert config_default("llama", "num_key_value_heads") is None
-    assert config_default("not_a_model", "num_attention_heads") is None
     config = {k: v for k, v in built("qwen3").config.items() if k != "num_attention_heads"}
-    unknown = build_structure(config, built("qwen3").tensors)  # Qwen3's default is 32 heads, and 4 are here
+    unknown = build_structure(config, built("qwen3").tensors)  # Qwen3's default is 32 heads, and this model has 4
     assert of_layer(unknown, "q_proj").split is Split.UNKNOWN
-
-
-@pytest.mark.parametrize("model_type", PLANNED)
-def test_the_plan_read_from_the_source_is_the_one_that_transformers_uses(model_type: str) -> None:
-    config = transformers.CONFIG_MAPPING[model_type]() if model_type in transformers.CONFIG_MAPPING else None
-    if config is None:
-        config = transformers.Qwen2VLConfig().text_config
-    assert config.model_type == model_type
-    assert tp_plan(model_type) == config.base_model_tp_plan
-    heads = config_default(model_type, "num_attention_heads")
-    assert heads == config.num_attention_heads
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "not_a_model", "../llama", ""])
-def test_no_plan_is_no_error(model_type: str) -> None:
-    assert tp_plan(model_type) is None
 
 
 def test_identity_fields_are_those_of_the_text_model() -> None:
@@ -287,17 +252,3 @@ def test_identity_fields_are_those_of_the_text_model() -> None:
     parameters = built("vision-language").structure.parameters
     assert parameters["model_type"] == "mistral3"
     assert parameters["hidden_size"] == 64
-
-
-def test_planning_imports_neither_torch_nor_transformers() -> None:
-    script = """
-import sys
-from scute_compile.ir.expressions import Ref, Source
-from scute_compile.base.structure import build_structure
-key = "model.layers.0.mlp.up_proj.weight"
-structure = build_structure({"model_type": "llama"}, {key: Ref(Source.BASE, key, (160, 4096), "F32")})
-assert structure.tp_source == "transformers plan", structure
-assert not {"torch", "transformers", "peft"} & sys.modules.keys()
-"""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr

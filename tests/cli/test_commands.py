@@ -1,4 +1,4 @@
-"""What every command promises: exit codes, JSON, and messages that reach the right stream."""
+"""Exit status, JSON, and the stream of messages of every command."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def test_usage_errors_and_missing_bases_exit_with_2(
     ],
     ids=" ".join,
 )
-def test_usage_errors_are_json_where_json_was_asked_for(arguments: tuple[str, ...]) -> None:
+def test_usage_errors_are_json_with_json(arguments: tuple[str, ...]) -> None:
     ran = scute(*arguments, "--json")
     (finding,) = json.loads(ran.out)["findings"]
     assert (ran.code, finding["code"]) == (2, "SC703")
     assert finding["found"] in ran.err
 
 
-def test_an_empty_base_is_no_base(adapter_folder: Adapter) -> None:
+def test_an_empty_base_is_refused(adapter_folder: Adapter) -> None:
     ran = scute("check", adapter_folder("lora", "llama"), "--base", "")
     assert (ran.code, "SC401" in ran.err) == (2, True)
 
 
-def test_a_full_disk_is_no_fault_of_scutes() -> None:
+def test_a_full_disk_is_not_an_internal_error() -> None:
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         ran = subprocess.run(
             [sys.executable, "-m", "scute_compile", "cost"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
@@ -85,7 +85,9 @@ def test_a_missing_base_is_named(adapter_folder: Adapter) -> None:
     assert "/no/such/base" in ran.err
 
 
-def test_a_missing_base_that_the_adapter_names_can_be_named_anew(adapter_folder: Adapter, tmp_path: Path) -> None:
+def test_a_missing_base_that_the_adapter_names_leads_to_the_base_option(
+    adapter_folder: Adapter, tmp_path: Path
+) -> None:
     adapter = Path(shutil.copytree(adapter_folder("lora", "llama"), tmp_path / "moved"))
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/moved/away"}))
@@ -96,7 +98,7 @@ def test_a_missing_base_that_the_adapter_names_can_be_named_anew(adapter_folder:
     assert "the adapter names" not in scute("check", adapter, "--base", "/moved/away").err
 
 
-def test_an_artifact_that_is_not_there_is_no_folder(adapter_folder: Adapter, tmp_path: Path) -> None:
+def test_a_missing_artifact_is_named(adapter_folder: Adapter, tmp_path: Path) -> None:
     ran = scute("verify", tmp_path / "none", "--adapter", adapter_folder("lora", "llama"))
     assert (ran.code, "SC601" in ran.err, "no folder of that name" in ran.err) == (1, True, True)
     ran = scute("verify", tmp_path, "--adapter", adapter_folder("lora", "llama"))
@@ -110,17 +112,15 @@ def test_a_missing_adapter_is_refused_and_named(base_folder: Folder, tmp_path: P
     assert "nothing-here" in ran.err
 
 
-def test_hub_ids_that_nobody_has_are_answered_like_missing_folders(
-    base_folder: Folder, adapter_folder: Adapter
-) -> None:
-    """The tests run offline: a Hub id that isn't in the cache can't be found."""
-    adapter = scute("check", "nobody/no-such-adapter", "--base", base_folder("llama"))
+def test_unknown_hub_ids_are_reported_as_missing_folders_are(base_folder: Folder, adapter_folder: Adapter) -> None:
+    """The tests run offline, so Hub ids outside the cache are not found."""
+    adapter = scute("check", "owner/no-such-adapter", "--base", base_folder("llama"))
     assert (adapter.code, "SC101" in adapter.err) == (1, True), adapter
-    base = scute("check", adapter_folder("lora", "llama"), "--base", "nobody/no-such-base")
+    base = scute("check", adapter_folder("lora", "llama"), "--base", "owner/no-such-base")
     assert (base.code, "SC401" in base.err) == (2, True), base
 
 
-def test_the_demo_needs_nothing_and_ends_within_a_minute(tmp_path: Path) -> None:
+def test_the_demo_needs_no_files_and_ends_within_a_minute(tmp_path: Path) -> None:
     start = time.perf_counter()
     ran = scute_process("demo", cwd=tmp_path)
     assert time.perf_counter() - start < 60
@@ -128,8 +128,8 @@ def test_the_demo_needs_nothing_and_ends_within_a_minute(tmp_path: Path) -> None
     assert all(method in ran.out.lower() for method in ("lora", "dora", "ia3", "vera", "oft"))
 
 
-def test_the_adapters_own_base_is_the_default(base_folder: Folder, adapter_folder: Adapter) -> None:
-    """PEFT writes the folder that the base was loaded from into the configuration."""
+def test_the_base_that_the_adapter_names_is_the_default(base_folder: Folder, adapter_folder: Adapter) -> None:
+    """PEFT records the folder of the base in the configuration."""
     base_folder("llama")
     ran = scute("check", adapter_folder("lora", "llama"), "--json")
     assert ran.code == 0
@@ -137,7 +137,7 @@ def test_the_adapters_own_base_is_the_default(base_folder: Folder, adapter_folde
 
 
 @pytest.mark.parametrize("command", ["check", "inspect", "explain-folds", "compile", "verify"])
-def test_every_command_answers_in_json_with_a_version(
+def test_every_command_prints_json_with_a_schema_version(
     command: str, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     adapter, base = adapter_folder("dora", "llama"), base_folder("llama")
@@ -152,13 +152,13 @@ def test_every_command_answers_in_json_with_a_version(
     assert ran.answer["command"] == command
 
 
-def test_cost_answers_in_json_with_a_version() -> None:
+def test_cost_prints_json_with_a_schema_version() -> None:
     ran = scute("cost", "--json")
     assert ran.code == 0
     assert ran.answer["command"] == "cost"
 
 
-def test_json_is_clean_when_an_adapter_is_refused(base_folder: Folder, tmp_path: Path) -> None:
+def test_json_is_all_of_standard_output_when_an_adapter_is_refused(base_folder: Folder, tmp_path: Path) -> None:
     ran = scute_process("check", tmp_path, "--base", base_folder("llama"), "--json")
     assert ran.code == 1
     assert ran.adapter["findings"]
@@ -168,7 +168,7 @@ def test_json_is_clean_when_an_adapter_is_refused(base_folder: Folder, tmp_path:
         assert finding["next"]
 
 
-def test_every_finding_of_an_adapter_is_told_at_once(
+def test_all_findings_of_an_adapter_are_reported_together(
     base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     from tests.support.damage import Saved, added, changed, configured, first_set_to
@@ -186,7 +186,7 @@ def test_every_finding_of_an_adapter_is_told_at_once(
     assert all(word in ran.err for word in ("some_future_config", "q_proj", "lm_head")), ran.err
 
 
-def test_many_adapters_are_compiled_in_one_call_and_a_bad_one_stops_no_other(
+def test_a_refused_adapter_does_not_stop_the_others_of_a_call(
     base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     recipes = ("lora", "dora", "ia3", "vera", "oft", "adalora")
@@ -213,6 +213,42 @@ def test_two_adapters_of_one_name_are_not_written_over_each_other(
     ran = scute("compile", *both, "--base", base_folder("llama"), "-o", store)
     assert ran.code in {1, 2}
     assert "SC607" in ran.err
+
+
+def test_two_adapters_of_one_name_on_different_bases_are_both_refused(
+    base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
+) -> None:
+    """Without --base adapters are packed base by base; names must differ over the whole call."""
+    same = adapter_folder("lora", "llama"), adapter_folder("lora", "qwen2")
+    assert same[0].name == same[1].name
+    store = tmp_path / "store"
+    ran = scute("compile", *same, adapter_folder("dora", "qwen2"), "-o", store, "--json")
+    assert ran.code == 1
+    outcomes = [(item["outcome"], [finding["code"] for finding in item["findings"]]) for item in ran.answer["adapters"]]
+    assert outcomes == [("refused", ["SC607"]), ("refused", ["SC607"]), ("exact", [])]
+    assert {folder.name for folder in store.iterdir()} - {"factors"} == {"dora"}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_adapter_is_opened_once(
+    given: bool, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scute_compile.formats import peft_folder
+
+    opened: list[Path] = []
+    read = peft_folder._read_folder
+
+    def counting(source: str, path: Path, name: str) -> peft_folder.AdapterFolder:
+        opened.append(path)
+        return read(source, path, name)
+
+    monkeypatch.setattr(peft_folder, "_read_folder", counting)
+    adapters = [adapter_folder("lora", "llama"), adapter_folder("dora", "llama")]
+    base = ("--base", base_folder("llama")) if given else ()
+    for command in (("check",), ("compile", "-o", tmp_path / "store")):
+        opened.clear()
+        assert scute(command[0], *adapters, *command[1:], *base).code == 0
+        assert opened == adapters
 
 
 def test_a_single_adapter_can_be_named(base_folder: Folder, adapter_folder: Adapter, tmp_path: Path) -> None:
@@ -264,7 +300,7 @@ def test_verify_refuses_an_artifact_of_another_base(
         (("--lora-sharding", "default"), 0, None),
     ],
 )
-def test_a_gate_refuses_an_artifact_for_other_ranks_than_it_asks_for(
+def test_check_refuses_an_artifact_for_another_target(
     options: tuple[str, ...], code: int, found: str | None, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     artifact = compiled(adapter_folder("lora", "llama"), base_folder("llama"), tmp_path / "store", "--tp", 2)

@@ -1,4 +1,4 @@
-"""Bytes and predicted time: the published arithmetic, and what a pool's rows must add up to."""
+"""Bytes and predicted times against the published arithmetic, and the sums over the tenants of a pool."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from scute_compile.base.shapes import SHAPES, named_shape, shape_of
 from scute_compile.base.structure import ModelStructure
+from scute_compile.cli.cost.rendering import render
 from scute_compile.cli.cost.report import CostReport, CostRow, Sizes, cost_table
 from scute_compile.cli.cost.step_cost import (
     gemm_bytes,
@@ -73,13 +74,13 @@ def test_times_at_680_gigabytes_per_second_agree_to_three_digits() -> None:
     assert digits(1e3 * predicted_seconds(padded, bandwidth=680e9)) == 31.6
 
 
-def test_a_launch_adds_its_own_time() -> None:
+def test_a_launch_adds_its_time() -> None:
     assert predicted_seconds(0, bandwidth=1.0, launches=256, launch=0.96e-6) == pytest.approx(256 * 0.96e-6)
 
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    # Parameters of the published models less embeddings, heads, norms and biases, which are no sites.
+    # Parameters of the published models without embeddings, heads, norms and biases, which are not sites.
     [
         ("llama-3.1-8b", 6.979),
         ("llama-3.1-70b", 68.45),
@@ -130,7 +131,7 @@ def test_layers_that_differ_are_all_counted() -> None:
     assert (shape.layers, shape.inputs, shape.outputs, shape.weights) == (1, 48, 104, 1024)
 
 
-def test_a_plain_mlp_holds_ia3s_vector_on_its_closing_layers_input() -> None:
+def test_ia3_scales_the_input_of_the_last_layer_in_a_plain_mlp() -> None:
     linears = [linear("h.0.mlp.c_fc", 8, 32), linear("h.0.mlp.c_proj", 32, 8), linear("h.0.attn.c_attn", 8, 24)]
     assert sorted(shape_of(structure(linears)).ia3_vectors) == [("attn.c_attn", 24), ("mlp.c_proj", 32)]
 
@@ -140,7 +141,7 @@ def test_a_base_without_linear_layers_is_refused() -> None:
         shape_of(structure([]))
 
 
-def test_a_mix_reads_veras_pair_once_and_every_tenants_own_values() -> None:
+def test_a_mix_reads_veras_pair_once_and_the_values_of_every_tenant() -> None:
     mix = {Method.LORA: 4, Method.DORA: 4, Method.IA3: 4, Method.VERA: 4, Method.OFT: 4}
     report = cost_table(LLAMA, workload=Workload(tenants=4, tokens=20), mix=mix)
     mixed, alone = row(report, "mix"), [row(report, method) for method in mix]
@@ -151,12 +152,12 @@ def test_a_mix_reads_veras_pair_once_and_every_tenants_own_values() -> None:
 
 
 def test_more_vera_tenants_read_the_same_pair() -> None:
-    one, many = (row(cost_table(LLAMA, workload=Workload(tenants=n, tokens=n)), "vera") for n in (1, 16))
-    assert one.shared_bytes == many.shared_bytes
-    assert 16 * one.tenant_bytes == many.tenant_bytes
+    single, many = (row(cost_table(LLAMA, workload=Workload(tenants=n, tokens=n)), "vera") for n in (1, 16))
+    assert single.shared_bytes == many.shared_bytes
+    assert 16 * single.tenant_bytes == many.tenant_bytes
 
 
-def test_the_padded_row_pads_everyone_to_the_largest_rank() -> None:
+def test_the_padded_row_pads_every_adapter_to_the_largest_rank() -> None:
     report = cost_table(LLAMA, workload=A6000)
     padded = row(report, "lora padded to rank 256")
     assert padded.adapter_bytes == 16 * row(report, "lora").adapter_bytes
@@ -167,13 +168,13 @@ def test_the_default_mix_has_all_tenants() -> None:
     assert row(cost_table(LLAMA, workload=Workload(tenants=17, tokens=17)), "mix").tenants == 17
 
 
-def test_numbers_out_of_range_are_refused_all_at_once() -> None:
+def test_numbers_out_of_range_are_refused_together() -> None:
     with pytest.raises(ScuteError) as caught:
         cost_table(LLAMA, workload=Workload(tenants=0, bandwidth=0.0), sizes=Sizes(rank=-1))
     assert [d.where for d in caught.value.diagnostics] == ["--tenants", "--rank", "--bandwidth"]
 
 
-def test_numbers_out_of_range_are_shown_in_the_units_that_they_were_given_in() -> None:
+def test_numbers_out_of_range_are_shown_in_the_units_of_their_options() -> None:
     with pytest.raises(ScuteError) as caught:
         cost_table(LLAMA, workload=Workload(bandwidth=-680e9, launch=-1e-6))
     assert [(d.found, d.expected) for d in caught.value.diagnostics] == [
@@ -192,13 +193,13 @@ def test_json_carries_its_version_and_the_tables_numbers() -> None:
 
 def test_the_printed_table_shows_the_published_numbers() -> None:
     console = Console(file=io.StringIO(), width=120)
-    cost_table(LLAMA, workload=A6000).render(console)
+    render(cost_table(LLAMA, workload=A6000), console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert all(part in text for part in ("21.47 GB", "31.581", "1.275 GB", "16.78 MB", "680 GB/s"))
 
 
-def test_every_shape_prices_every_method() -> None:
+def test_every_shape_has_a_cost_for_every_method() -> None:
     for shape in SHAPES.values():
         rows = cost_table(shape).rows
         assert all(0 < r.memory_ms < r.predicted_ms for r in rows)

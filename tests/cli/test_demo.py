@@ -1,9 +1,10 @@
-"""The embedded example runs the whole way, and what it prints follows from what it measured."""
+"""`scute demo`: every row equals PEFT, and failures are named."""
 
 from __future__ import annotations
 
 import builtins
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from scute_compile.cli.demo.rendering import render
 from scute_compile.cli.demo.report import ACCURACY, DemoReport, DemoRow, demo
 from scute_compile.diagnostics import Code, ScuteError
 from tests.support.commands import Ran, scute
 
 METHODS = ("lora", "dora", "ia3", "vera", "oft", "adalora")
 EFFECT = 0.1
-"""Log-probabilities must move by this much, or agreement proves nothing."""
+"""The least mean change of the log-probabilities. Below it agreement would prove nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_slots_are_merged_beside_owned_factors_and_live_beside_others(kept: tupl
     }
 
 
-def test_what_is_kept_can_be_used_by_the_other_commands(kept: tuple[Ran, Path]) -> None:
+def test_kept_files_can_be_used_by_the_other_commands(kept: tuple[Ran, Path]) -> None:
     _, folder = kept
     assert len(list((folder / "base").glob("*.safetensors"))) > 1
     for method in METHODS:
@@ -62,7 +64,7 @@ def test_what_is_kept_can_be_used_by_the_other_commands(kept: tuple[Ran, Path]) 
     assert [item["outcome"] for item in checked.answer["adapters"]] == ["exact"] * len(METHODS)
 
 
-def test_a_folder_with_files_is_left_alone(kept: tuple[Ran, Path]) -> None:
+def test_a_folder_with_files_is_refused_and_unchanged(kept: tuple[Ran, Path]) -> None:
     _, folder = kept
     before = sorted(folder.rglob("*"))
     ran = scute("demo", "-o", folder)
@@ -71,7 +73,7 @@ def test_a_folder_with_files_is_left_alone(kept: tuple[Ran, Path]) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_file_in_the_folders_place_is_said_plainly(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ran = scute("demo", "-o", tmp_path / "file")
     assert (ran.code, "SC109" in ran.err) == (1, True)
@@ -90,20 +92,21 @@ def row(**changes: object) -> DemoRow:
 def test_a_row_that_differs_is_named(wrong: DemoRow) -> None:
     report = DemoReport(rows=(row(adapter="lora"), wrong), explained=(), folder=None)
     out = io.StringIO()
-    report.render(Console(file=out, width=100))
+    render(report, Console(file=out, width=100))
     assert not report.passed
     assert f"not equal to PEFT: {wrong.adapter}" in out.getvalue()
 
 
 @pytest.mark.parametrize("package", ["torch", "peft", "transformers"])
 def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a light install meets, brought about by hiding one package from the import statement."""
+    """As in a light install: one package is hidden from the import statement."""
+    monkeypatch.delitem(sys.modules, "scute_compile.cli.demo.models", raising=False)
     real = builtins.__import__
 
     def hiding(name: str, *rest: object) -> object:
         if name == package:
             raise ModuleNotFoundError(name=package)
-        return real(name, *rest)  # type: ignore[arg-type] # passed through as they came
+        return real(name, *rest)  # type: ignore[arg-type] # passed on unchanged
 
     monkeypatch.setattr(builtins, "__import__", hiding)
     with pytest.raises(ScuteError) as caught:

@@ -1,4 +1,4 @@
-"""Grouping by layer numbers: names come back whole, labels say exactly what they stand for."""
+"""Grouping by layer numbers: patterns restore their names, and labels stand for exactly the names of their group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = st.lists(PARTS, min_size=1, max_size=5).map(".".join)
 
 
 def numbers_in(text: str) -> list[int]:
-    """Read a list of ranges back."""
+    """Return the numbers of a list of ranges."""
     pairs = [run.split("-") for run in text.split(",")]
     return [number for pair in pairs for number in range(int(pair[0]), int(pair[-1]) + 1)]
 

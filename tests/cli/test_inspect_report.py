@@ -1,4 +1,4 @@
-"""`inspect`: what an adapter would take and what an artifact takes, per site, slot and rank."""
+"""`inspect`: bytes, slots and owners of an adapter or an artifact, per site and rank."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scute_compile.cli.cost.report import readable
+from scute_compile.cli.inspect.rendering import render
 from scute_compile.cli.inspect.report import InspectReport, inspect_artifact, inspect_program
+from scute_compile.cli.sizes import readable
+from scute_compile.driver.bases import open_model
 from scute_compile.formats.artifact import open_artifact
 from scute_compile.formats.safetensors import read_header
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.program import Owner, Program, Stage
 from scute_compile.ir.target import Target
-from scute_compile.pipeline import Planned, open_model, plan
+from scute_compile.pipeline import Planned, plan
 from tests.support.commands import compiled
 from tests.support.programs import METHODS, dora, ia3, oft, vera
 
@@ -33,7 +35,7 @@ def inspected(program: Program) -> InspectReport:
 
 def shown(report: InspectReport, width: int = 100) -> str:
     out = io.StringIO()
-    report.render(Console(file=out, width=width, force_terminal=False))
+    render(report, Console(file=out, width=width, force_terminal=False))
     return out.getvalue()
 
 
@@ -58,7 +60,7 @@ def test_no_column_is_lost_to_a_long_name(method: str, width: int) -> None:
 
 
 def test_dora_bytes_are_those_of_its_slots() -> None:
-    """Per site: s 64, A 8 x 64, B 8 x 64; on two ranks s and B are cut on q_proj, A alone on o_proj."""
+    """Per site: s 64, A 8 x 64, B 8 x 64; on two ranks s and B are cut on q_proj, and only A on o_proj."""
     q, o, *_ = inspected(dora(tp=2)).sites
     assert dict(q.bytes)[DType.BFLOAT16] == (2 * (32 + 8 * 64 + 8 * 32),) * 2
     assert dict(o.bytes)[DType.FLOAT32] == (4 * (64 + 8 * 32 + 8 * 64),) * 2
@@ -82,19 +84,19 @@ def test_shared_factors_are_counted_once_and_not_in_the_ranks() -> None:
     assert ("d", Owner.ADAPTER, None) in owners
 
 
-def test_a_moved_vector_stands_where_it_is_computed() -> None:
+def test_a_moved_vector_is_shown_where_it_is_computed() -> None:
     slots = {site.name.split(".")[-1]: [(x.slot, x.route) for x in site.slots] for site in inspected(ia3()).sites}
     assert slots == {"k_proj": [("s", "in the expand")], "up_proj": [("s", "in the expand")]}
 
 
-def test_a_rotation_is_told_by_its_blocks() -> None:
+def test_a_rotation_is_described_by_its_blocks() -> None:
     q, v, *_ = inspected(oft()).sites
     assert (q.rotation, v.rotation) == ("8 blocks of 8", "one block of 8, repeated")
     assert dict(q.bytes)[DType.FLOAT32] == (4 * 8 * 8 * 8,)
     assert dict(v.bytes)[DType.FLOAT32] == (4 * 8 * 8,)
 
 
-def test_a_layer_of_another_size_is_a_group_of_its_own() -> None:
+def test_a_layer_of_another_size_has_a_separate_group() -> None:
     program = dora(range(3))
     site = program.sites[0]
     wider = replace(site, terms=site.terms * 2)
@@ -106,7 +108,7 @@ def test_a_layer_of_another_size_is_a_group_of_its_own() -> None:
     assert [slot.slot for slot in report.sites[0].slots] == ["s", "A.0", "B.0", "A.1", "B.1"]
 
 
-def test_without_a_base_the_adapters_own_tensors_give_the_sizes() -> None:
+def test_without_a_base_sizes_follow_from_the_adapters_tensors() -> None:
     program = dora(range(2))
     alone = tuple(replace(site, cut=None, routes=()) for site in program.sites)
     report = inspected(replace(program, stage=Stage.FOLDED, sites=alone))
@@ -114,7 +116,7 @@ def test_without_a_base_the_adapters_own_tensors_give_the_sizes() -> None:
     assert report.rank_bytes == inspected(program).rank_bytes
 
 
-def test_unknown_sizes_are_question_marks_and_never_numbers() -> None:
+def test_unknown_sizes_are_question_marks() -> None:
     program = vera((0, 1))
     sites = []
     for site in program.sites:
@@ -127,7 +129,7 @@ def test_unknown_sizes_are_question_marks_and_never_numbers() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["dora", "vera", "oft"])
-def test_an_artifacts_bytes_are_those_in_its_files(recipe: str, pair: Pair, tmp_path: Path) -> None:
+def test_the_bytes_of_an_artifact_are_those_of_its_files(recipe: str, pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair(recipe, "llama")
     artifact = open_artifact(compiled(adapter, base, tmp_path / "store", "--tp", 2))
     report = inspect_artifact(artifact)
@@ -142,7 +144,7 @@ def test_an_artifacts_bytes_are_those_in_its_files(recipe: str, pair: Pair, tmp_
 
 
 @pytest.mark.parametrize("recipe", ["lora", "dora", "ia3", "vera", "oft", "adalora"])
-def test_the_plan_foretells_the_artifact(recipe: str, pair: Pair, tmp_path: Path) -> None:
+def test_the_plan_predicts_the_artifact(recipe: str, pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair(recipe, "llama")
     artifact = inspect_artifact(open_artifact(compiled(adapter, base, tmp_path / "store", "--tp", 2)))
     planned = inspect_program(plan(str(adapter), open_model(str(base), weights=False), Target(tp=2)))

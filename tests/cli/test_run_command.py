@@ -1,4 +1,4 @@
-"""`scute run`: prompts for several adapters in one batch, from the shell."""
+"""`scute run`: prompts for several adapters in one batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from scute_compile.cli.run import continuation as run_command
-from scute_compile.cli.run.request import parse_request, shown
-from scute_compile.cli.run.stream import streaming
+from scute_compile.cli.run.rendering import block, streaming
+from scute_compile.cli.run.request import parse_request
 from scute_compile.diagnostics import Code, ScuteError
+from scute_compile.runtime_min.model import continuation
 from tests.support.bases import load_base
 from tests.support.commands import Ran, scute
 from tests.support.served import Compiled, Pair, artifact_of, peft_model
@@ -48,7 +48,7 @@ def tokens_of(text: str) -> list[int]:
     return [int(word[1:]) for word in text.split()]
 
 
-def expected(model: Any, prompt: str, count: int) -> list[int]:  # noqa: ANN401 - PEFT's or transformers' own
+def expected(model: Any, prompt: str, count: int) -> list[int]:  # noqa: ANN401 - a class of PEFT or transformers
     """The greedy continuation, up to the end token."""
     ids = torch.tensor([tokens_of(prompt)])
     out: list[int] = model.generate(ids, do_sample=False, max_new_tokens=count, pad_token_id=0)[
@@ -62,7 +62,7 @@ PROMPTS = {"lora": "w5 w6 w7", "oft": "w9", "base": "w30 w31 w32 w33 w34"}
 
 def test_prompts_of_several_adapters_are_continued_in_one_batch(base: Path, made: Callable[[str], Compiled]) -> None:
     chosen = {name: made(name) for name in ("lora", "oft")}
-    adapters = [word for name, one in chosen.items() for word in ("--adapter", f"{name}={one.artifact}")]
+    adapters = [word for name, item in chosen.items() for word in ("--adapter", f"{name}={item.artifact}")]
     asked = [
         "--prompt",
         f"lora:{PROMPTS['lora']}",
@@ -75,7 +75,7 @@ def test_prompts_of_several_adapters_are_continued_in_one_batch(base: Path, made
     ran = scute(*arguments, "--json")
     assert ran.code == 0, ran.err
     assert [row["adapter"] for row in ran.answer["rows"]] == ["lora", "oft", None]
-    models = {name: peft_model("llama", one).base_model.model for name, one in chosen.items()}
+    models = {name: peft_model("llama", item).base_model.model for name, item in chosen.items()}
     models["base"] = load_base("llama", base)
     for row in ran.answer["rows"]:
         name = row["adapter"] or "base"
@@ -100,12 +100,12 @@ def test_a_base_without_a_tokenizer_is_named(base_folder: Callable[[str], Path])
     refused(scute("run", "--base", folder, "--prompt", ":w5"), "SC107", "no tokenizer", str(folder))
 
 
-def test_a_prompt_for_an_adapter_that_is_not_given_is_named(base: Path) -> None:
-    ran = scute("run", "--base", base, "--prompt", "nobody:w5", "--prompt", "noform", "--adapter", "half=")
-    refused(ran, "SC802", "nobody", "SC703", "noform", "half=")
+def test_a_prompt_for_an_unknown_adapter_is_named(base: Path) -> None:
+    ran = scute("run", "--base", base, "--prompt", "unknown:w5", "--prompt", "noform", "--adapter", "half=")
+    refused(ran, "SC802", "unknown", "SC703", "noform", "half=")
 
 
-def test_a_colon_in_a_prompt_without_a_name_leads_to_the_way_to_write_it() -> None:
+def test_a_colon_in_a_prompt_without_a_name_leads_to_the_right_form() -> None:
     with pytest.raises(ScuteError) as caught:
         parse_request(["store/dora"], ["Question: what?"])
     form, name = caught.value.diagnostics
@@ -114,11 +114,11 @@ def test_a_colon_in_a_prompt_without_a_name_leads_to_the_way_to_write_it() -> No
     assert "store/dora" not in name.expected
 
 
-def test_a_device_without_room_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:  # no device here runs out of memory without taking the host along
+def test_a_full_device_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:  # a real allocation would exhaust the host
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr(run_command, "load_model", full)
+    monkeypatch.setattr(continuation, "load_model", full)
     refused(scute("run", "--base", base, "--prompt", ":w5"), "SC814", "Tried to allocate 20.00 GiB")
 
 
@@ -144,22 +144,23 @@ def test_an_artifact_for_other_ranks_is_refused(base: Path, pair: Pair, shared_f
 def test_names_are_cut_at_the_first_colon_and_equals_sign() -> None:
     request = parse_request(["a=b=c"], ["a:x: y", "base:z", ":w"])
     assert request.adapters == (("a", "b=c"),)
-    assert [(one.adapter, one.text) for one in request.prompts] == [("a", "x: y"), (None, "z"), (None, "w")]
+    assert [(prompt.adapter, prompt.text) for prompt in request.prompts] == [("a", "x: y"), (None, "z"), (None, "w")]
 
 
 def test_a_terminal_shows_every_row_as_it_grows() -> None:
     screen = StringIO()
     console = Console(file=screen, force_terminal=True, width=60)
-    with streaming(console, ["a:x", ":y"], live=True) as say:
-        say(["one", "un"])
-        say(["one two\x1b[31m", "un deux"])
+    prompts = parse_request(["a=store/a"], ["a:x", ":y"]).prompts
+    with streaming(console, prompts, live=True) as show:
+        show(["one", "un"])
+        show(["one two\x1b[31m", "un deux"])
     assert "a> one two\\x1b[31m" in screen.getvalue()
     assert "base> un deux" in screen.getvalue()
-    assert shown("a", "one\ntwo") == "a> one\n   two"
+    assert block("a", "one\ntwo") == "a> one\n   two"
 
 
 def changed(base: Path, tmp_path: Path, file: str, **fields: object) -> Path:
-    """A copy of the base with other fields in one of its JSON files."""
+    """Copy the base and change fields in one of its JSON files."""
     folder = Path(shutil.copytree(base, tmp_path / "changed"))
     path = folder / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
@@ -182,14 +183,14 @@ ASKS: dict[str, dict[str, object]] = {
 def test_tokens_are_greedy_whatever_the_base_asks_for(
     what: str, base: Path, made: Callable[[str], Compiled], tmp_path: Path
 ) -> None:
-    one = made("lora")
+    lora = made("lora")
     folder = changed(base, tmp_path, "generation_config.json", **ASKS[what])
     ran = scute(
         "run",
         "--base",
         folder,
         "--adapter",
-        f"lora={one.artifact}",
+        f"lora={lora.artifact}",
         "--prompt",
         f"lora:{PROMPTS['lora']}",
         "--prompt",
@@ -199,7 +200,7 @@ def test_tokens_are_greedy_whatever_the_base_asks_for(
         "--json",
     )
     assert ran.code == 0, ran.err
-    models = (peft_model("llama", one).base_model.model, load_base("llama", base))
+    models = (peft_model("llama", lora).base_model.model, load_base("llama", base))
     for row, model in zip(ran.answer["rows"], models, strict=True):
         assert row["tokens"] == expected(model, row["prompt"], 6)
 
@@ -212,24 +213,24 @@ def test_a_tokenizer_of_another_model_is_named(base: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("head", ["LlamaForSequenceClassification", "LlamaModel"])
-def test_a_base_that_continues_no_text_is_refused(head: str, base: Path, tmp_path: Path) -> None:
+def test_a_base_that_generates_no_text_is_refused(head: str, base: Path, tmp_path: Path) -> None:
     folder = changed(base, tmp_path, "config.json", architectures=[head])
     refused(scute("run", "--base", folder, "--prompt", ":w5"), "SC402", head)
 
 
-def test_a_prompt_that_is_no_text_is_refused(base: Path) -> None:
-    refused(scute("run", "--base", base, "--prompt", ":w5 \udcff"), "SC703", "no UTF-8")
+def test_a_prompt_that_is_not_text_is_refused(base: Path) -> None:
+    refused(scute("run", "--base", base, "--prompt", ":w5 \udcff"), "SC703", "not UTF-8")
 
 
-def test_all_artifacts_that_are_wrong_are_named_with_their_adapter(
+def test_all_faulty_artifacts_are_named_with_their_adapters(
     base: Path, made: Callable[[str], Compiled], pair: Pair, shared_folder: Path, tmp_path: Path
 ) -> None:
     absent, zero = tmp_path / "absent", "a\0b"
-    given = {"one": absent, "two": zero, "three": made("lora").artifact}
+    given = {"first": absent, "second": zero, "third": made("lora").artifact}
     adapters = [word for name, path in given.items() for word in ("--adapter", f"{name}={path}")]
-    ran = scute("run", "--base", base, *adapters, "--prompt", "three:w5")
-    refused(ran, "SC601", f"one: {absent}", "two: a\\x00b")
-    assert "three" not in ran.err
+    ran = scute("run", "--base", base, *adapters, "--prompt", "third:w5")
+    refused(ran, "SC601", f"first: {absent}", "second: a\\x00b")
+    assert "third" not in ran.err
     other = artifact_of("lora", "gpt2", pair, shared_folder).artifact
-    ran = scute("run", "--base", base, "--adapter", f"mine={other}", "--prompt", "mine:w5")
-    refused(ran, "SC608", "mine: lora")
+    ran = scute("run", "--base", base, "--adapter", f"other={other}", "--prompt", "other:w5")
+    refused(ran, "SC608", "other: lora")

@@ -1,4 +1,4 @@
-"""Whatever a folder holds, the answer is a finding: never a traceback, never an internal error."""
+"""Random damage to adapters, bases and stores ends in findings, never in a traceback or an internal error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VALUES = st.recursive(
 
 
 def _answers(folder: Path, base: Path, command: str = "check") -> None:
-    """The command ends with a documented code and one finding at least when it refuses; `scute` checks the rest."""
+    """Check that a refusal has a finding; `scute` checks the exit status and the output."""
     store = ("-o", folder / "store") if command == "compile" else ()
     ran = scute(command, folder, "--base", base, "--json", *store)
     if ran.code == 1:
@@ -56,13 +56,13 @@ def adapter(request: pytest.FixtureRequest, adapter_folder: Adapter) -> Path:
 
 @pytest.fixture
 def base(base_folder: Folder) -> Path:
-    """The base that all of them fit."""
+    """The base of the adapters."""
     return base_folder("llama")
 
 
 @given(data=st.data())
 @FEW
-def test_any_value_in_any_field_of_the_configuration_is_answered(
+def test_any_value_in_any_field_of_the_configuration_ends_in_a_finding(
     data: st.DataObject, adapter: Path, base: Path
 ) -> None:
     config = json.loads((adapter / CONFIG).read_text())
@@ -81,7 +81,9 @@ def test_any_value_in_any_field_of_the_configuration_is_answered(
     )
 )
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_text_in_place_of_the_configuration_is_answered(text: str, base: Path, adapter_folder: Adapter) -> None:
+def test_any_text_in_place_of_the_configuration_ends_in_a_finding(
+    text: str, base: Path, adapter_folder: Adapter
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copy(adapter_folder("lora", "llama") / WEIGHTS, folder)
@@ -91,7 +93,7 @@ def test_any_text_in_place_of_the_configuration_is_answered(text: str, base: Pat
 
 @given(data=st.data())
 @FEW
-def test_any_damage_to_the_tensor_file_is_answered(data: st.DataObject, adapter: Path, base: Path) -> None:
+def test_any_damage_to_the_tensor_file_ends_in_a_finding(data: st.DataObject, adapter: Path, base: Path) -> None:
     raw = bytearray((adapter / WEIGHTS).read_bytes())
     header = 8 + int.from_bytes(raw[:8], "little")
     for _ in range(data.draw(st.integers(0, 3))):
@@ -131,7 +133,7 @@ HEADER_VALUES: st.SearchStrategy[object] = st.sampled_from(
 
 @given(data=st.data())
 @FEW
-def test_any_header_of_the_tensor_file_is_answered(data: st.DataObject, adapter: Path, base: Path) -> None:
+def test_any_header_of_the_tensor_file_ends_in_a_finding(data: st.DataObject, adapter: Path, base: Path) -> None:
     raw = (adapter / WEIGHTS).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -154,7 +156,7 @@ def test_any_header_of_the_tensor_file_is_answered(data: st.DataObject, adapter:
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_value_in_the_configuration_of_the_base_is_answered(
+def test_any_value_in_the_configuration_of_the_base_ends_in_a_finding(
     data: st.DataObject, base: Path, adapter_folder: Adapter
 ) -> None:
     config = json.loads((base / "config.json").read_text())
@@ -171,7 +173,7 @@ def test_any_value_in_the_configuration_of_the_base_is_answered(
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_damage_to_the_base_is_answered(data: st.DataObject, base: Path, adapter_folder: Adapter) -> None:
+def test_any_damage_to_the_base_ends_in_a_finding(data: st.DataObject, base: Path, adapter_folder: Adapter) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(base, folder, dirs_exist_ok=True)
@@ -187,19 +189,19 @@ def test_any_damage_to_the_base_is_answered(data: st.DataObject, base: Path, ada
         assert ran.code == 0 or not store.exists()
 
 
-def test_a_folder_in_place_of_a_file_is_answered(base: Path, tmp_path: Path, adapter_folder: Adapter) -> None:
+def test_a_folder_in_place_of_a_file_ends_in_a_finding(base: Path, tmp_path: Path, adapter_folder: Adapter) -> None:
     shutil.copy(adapter_folder("lora", "llama") / CONFIG, tmp_path)
     (tmp_path / WEIGHTS).mkdir()
     _answers(tmp_path, base)
 
 
-def test_a_file_in_place_of_a_folder_is_answered(base: Path, adapter_folder: Adapter) -> None:
+def test_a_file_in_place_of_a_folder_ends_in_a_finding(base: Path, adapter_folder: Adapter) -> None:
     ran = scute("check", adapter_folder("lora", "llama") / WEIGHTS, "--base", base)
     assert ran.code == 1
 
 
-def test_a_store_that_cannot_be_written_is_answered(base: Path, tmp_path: Path, adapter_folder: Adapter) -> None:
-    (tmp_path / "store").write_text("a file stands where the store should be")
+def test_a_store_that_cannot_be_written_ends_in_a_finding(base: Path, tmp_path: Path, adapter_folder: Adapter) -> None:
+    (tmp_path / "store").write_text("a file in place of the store")
     ran = scute("compile", adapter_folder("lora", "llama"), "--base", base, "-o", tmp_path / "store")
     assert ran.code in {1, 2}
     assert "SC" in ran.err

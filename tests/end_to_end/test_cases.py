@@ -1,4 +1,4 @@
-"""Every case gets its one acceptable answer, from `compile` and from `check`."""
+"""Every case has its expected outcome in `compile` and `check`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.adapters import write_config
+from tests.support.artifact_files import rank_file
 from tests.support.bases import made_once
 from tests.support.cases import Case, Oracle, Outcome, base_tensor
 from tests.support.commands import Ran, compiled, scute, scute_process, verified
@@ -37,7 +38,7 @@ class Made:
 
 @pytest.fixture(scope="session")
 def made(shared_folder: Path, base_folder: Callable[[str], Path]) -> Callable[[Case], Made]:
-    """Write a case, once, and return where it stands."""
+    """Return a case's folders, written once."""
 
     def make(case: Case) -> Made:
         trained_on = case.trained_on or case.base
@@ -65,13 +66,13 @@ def made(shared_folder: Path, base_folder: Callable[[str], Path]) -> Callable[[C
 
 
 def findings_text(adapter: dict[str, Any]) -> str:
-    """Everything that the findings say, in lower case."""
+    """Return the text of all findings, in lower case."""
     fields = ("code", "title", "where", "found", "expected", "next")
     return "\n".join(" ".join(str(finding[name]) for name in fields) for finding in adapter["findings"]).lower()
 
 
-def assert_says(case: Case, adapter: dict[str, Any]) -> None:
-    """The findings name what the user must know."""
+def assert_words(case: Case, adapter: dict[str, Any]) -> None:
+    """Check that the findings contain the words of the case."""
     text = findings_text(adapter)
     for word in case.words:
         spellings = (word,) if isinstance(word, str) else word
@@ -80,46 +81,47 @@ def assert_says(case: Case, adapter: dict[str, Any]) -> None:
     assert len(named) >= case.sites_named, text
 
 
-def by_layer(artifact: Path, rank: int = 0, tp: int = 1) -> dict[str, torch.Tensor]:
-    """A rank's tensors, named from the layer on, whatever stands before it."""
-    tensors = load_file(artifact / f"rank-{rank:05d}-of-{tp:05d}.safetensors")
+def by_layer(artifact: Path, rank: int = 0) -> dict[str, torch.Tensor]:
+    """Return a rank's tensors, by their names from `layers.` on."""
+    tensors = load_file(rank_file(artifact, rank))
     return {key[key.index("layers.") :]: value for key, value in tensors.items()}
 
 
 def assert_matches_oracle(case: Case, where: Made, artifact: Path, store: Path, tp: int) -> None:
-    """The artifact computes what the adapter's author saw."""
+    """Check the artifact against the oracle of the case."""
     if case.oracle is Oracle.PEFT:
         figures = verified(artifact, where.adapter, where.base)
         assert figures["comparable"]
         assert figures["mean_abs_adapter_effect"] >= 0.1
         assert figures["relative_error"] <= FLOAT32
-    elif case.oracle is Oracle.UNCHANGED:
+    elif case.oracle in {Oracle.UNCHANGED, Oracle.UNCHANGED_TENSORS}:
         before = compiled(where.unchanged, where.trained_on, store / "before", "--tp", tp)
         for rank in range(tp):
-            ours, theirs = by_layer(artifact, rank, tp), by_layer(before, rank, tp)
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-        assert verified(artifact, where.adapter, where.base)["relative_error"] <= FLOAT32
+            tensors, expected = by_layer(artifact, rank), by_layer(before, rank)
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensors[key], expected[key]) for key in tensors)
+        if case.oracle is Oracle.UNCHANGED:
+            assert verified(artifact, where.adapter, where.base)["relative_error"] <= FLOAT32
 
 
 def assert_nothing_left(store: Path) -> None:
-    """A refused adapter leaves no output folder, finished or not."""
+    """Check that no output folder is left, complete or partial, and that the pickle was not run."""
     assert not store.exists(), sorted(store.rglob("*"))
     assert not Path(TRAP).exists()
 
 
 def assert_outcome(case: Case, ran: Ran) -> None:
-    """Outcome, exit code and message agree with the case."""
+    """Check outcome, exit status and findings against the case."""
     assert ran.adapter["outcome"] == case.outcome.value, findings_text(ran.adapter)
     assert ran.code == (1 if case.outcome is Outcome.REFUSED else 0)
     severities = {finding["severity"] for finding in ran.adapter["findings"]}
     assert ("error" in severities) == (case.outcome is Outcome.REFUSED)
     assert ("note" in severities) or case.outcome is not Outcome.NOTED
-    assert_says(case, ran.adapter)
+    assert_words(case, ran.adapter)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_case_has_its_answer(
+def test_a_case_has_its_outcome(
     name: str, made: Callable[[Case], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = BY_NAME[name]
@@ -147,7 +149,7 @@ def test_a_case_has_its_answer(
         "the prefix is there twice",
     ],
 )
-def test_a_case_in_a_process_of_its_own(name: str, made: Callable[[Case], Made], tmp_path: Path) -> None:
+def test_a_case_in_a_separate_process(name: str, made: Callable[[Case], Made], tmp_path: Path) -> None:
     case = BY_NAME[name]
     where = made(case)
     ran = scute_process("compile", where.adapter, "--base", where.base, "-o", tmp_path / "store", cwd=tmp_path)
@@ -159,7 +161,7 @@ def test_a_case_in_a_process_of_its_own(name: str, made: Callable[[Case], Made],
         assert not (tmp_path / "store").exists()
 
 
-def test_a_truncated_file_is_described_by_both_of_its_sizes(made: Callable[[Case], Made]) -> None:
+def test_a_truncated_file_is_described_by_its_actual_and_its_expected_size(made: Callable[[Case], Made]) -> None:
     where = made(BY_NAME["a file that lost its end"])
     text = findings_text(scute("check", where.adapter, "--base", where.base, "--json").adapter).replace(",", "")
     size = (where.adapter / WEIGHTS).stat().st_size
@@ -167,13 +169,11 @@ def test_a_truncated_file_is_described_by_both_of_its_sizes(made: Callable[[Case
     assert str(size + 1024) in text
 
 
-def test_rotations_without_a_version_follow_the_series_of_their_time(
-    made: Callable[[Case], Made], tmp_path: Path
-) -> None:
+def test_rotations_without_a_version_use_the_series_of_peft_0_17(made: Callable[[Case], Made], tmp_path: Path) -> None:
     """PEFT 0.16 and 0.17 gave every power of Q the coefficient 2; since 0.18 the last one has 1."""
     where = made(BY_NAME["OFT without a version"])
     artifact = compiled(where.adapter, where.base, tmp_path / "store")
-    tensors = load_file(artifact / "rank-00000-of-00001.safetensors")
+    tensors = load_file(rank_file(artifact))
     upper = torch.triu_indices(8, 8, 1)
     for key, vectors in load_file(where.adapter / WEIGHTS).items():
         q = torch.zeros(vectors.shape[0], 8, 8, dtype=torch.float64)

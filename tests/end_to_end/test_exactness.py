@@ -12,7 +12,7 @@ from tests.support.bases import BASES
 from tests.support.commands import compiled, scute, verified
 
 FLOAT32 = 5e-5
-"""Two rounded matrix products against one, through two layers: about 100 units in the last place of the effect."""
+"""Two rounded matrix products in place of one, through two layers: about 100 units in the last place of the effect."""
 BFLOAT16 = 2.5e-2
 """Factors rounded to 8 bits: 2^-8 per value at most, a few per cent of the effect after two layers."""
 
@@ -25,7 +25,7 @@ Pair = Callable[[str, str], tuple[Path, Path]]
 
 
 def _served(base: str, recipe: str) -> bool:
-    """PEFT has no OFT for weights that are stored by input."""
+    """Return whether PEFT has the method for the base. It has no OFT for weights that are stored `(in, out)`."""
     return not (BASES[base].sites.conv1d and recipe.startswith("oft"))
 
 
@@ -59,7 +59,7 @@ def test_every_option_of_a_method_is_exact(recipe: str, tp: int, pair: Pair, tmp
 
 @pytest.mark.parametrize("base", BIASED)
 @pytest.mark.parametrize("recipe", ["lora-base-bias", "lora-bias-on-b", "ia3-inputs"])
-def test_biases_of_the_base_are_replaced_scaled_or_left_as_the_method_says(
+def test_biases_of_the_base_are_replaced_scaled_or_kept_by_method(
     base: str, recipe: str, pair: Pair, tmp_path: Path
 ) -> None:
     adapter, where = pair(recipe, base)
@@ -73,7 +73,7 @@ def test_every_method_is_exact_on_three_four_and_eight_ranks(
     base: str, tp: int, recipe: str, pair: Pair, tmp_path: Path
 ) -> None:
     if recipe == "oft" and tp == 8:
-        pytest.skip("160 inputs of down_proj are 20 per rank, which cuts a block of 8: refused, as its own test says")
+        pytest.skip("160 inputs of down_proj are 20 per rank, which cuts a block of 8: refused, see the next test")
     adapter, where = pair(recipe, base)
     artifact = compiled(adapter, where, tmp_path / "store", "--tp", tp, "--dtype", "float32")
     _assert_equals_peft(artifact, adapter, where, FLOAT32)
@@ -105,7 +105,7 @@ def test_methods_are_exact_on_a_base_in_bfloat16(recipe: str, pair: Pair, tmp_pa
 
 @pytest.mark.parametrize("recipe", METHODS)
 @pytest.mark.parametrize("base", ["llama", "qwen2"])
-def test_artifacts_in_bfloat16_keep_every_method_within_their_rounding(
+def test_artifacts_in_bfloat16_are_exact_up_to_their_rounding(
     base: str, recipe: str, pair: Pair, tmp_path: Path
 ) -> None:
     adapter, where = pair(recipe, base)

@@ -1,4 +1,4 @@
-"""Fully sharded adapters compute what PEFT computes, each rank with its own file, and hold nothing twice."""
+"""Fully sharded artifacts equal PEFT with one file per rank, and no value is stored twice."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.artifact_files import Tensors, manifest_of, rank_tensors, tampered
+from tests.support.artifact_files import Tensors, manifest_of, rank_file, rank_tensors, tampered
 from tests.support.bases import BASES
 from tests.support.commands import compiled, scute, verified
 
 FLOAT32 = 5e-5
-"""Two rounded matrix products against one, through two layers: about 100 units in the last place of the effect."""
+"""Two rounded matrix products in place of one, through two layers: about 100 units in the last place of the effect."""
 LOST = 1e-3
-"""A slot that is dropped or taken from another rank moves the answer by far more than rounding."""
+"""A slot that is dropped or taken from another rank changes the output by far more than rounding."""
 METHODS = ("lora", "dora", "ia3", "vera", "oft", "adalora")
 UNEVEN = [
     ("qwen2", 4, "rslora"),
@@ -66,7 +66,7 @@ def test_every_method_is_exact(base: str, tp: int, recipe: str, pair: Pair, tmp_
 
 @pytest.mark.parametrize(("base", "tp", "recipe"), UNEVEN)
 def test_ranks_that_do_not_divide_a_term_are_exact(base: str, tp: int, recipe: str, pair: Pair, tmp_path: Path) -> None:
-    """Terms of rank 1, 4, 7 and 9: some processes hold one row more than others, or none."""
+    """Terms of rank 1, 4, 7 and 9: some ranks hold one row more than others, or none."""
     adapter, where = pair(recipe, base)
     artifact = compiled(adapter, where, tmp_path / "store", "--tp", tp, *FULL)
     terms = [term for site in manifest_of(artifact)["sites"] for term in site["terms"]]
@@ -75,7 +75,7 @@ def test_ranks_that_do_not_divide_a_term_are_exact(base: str, tp: int, recipe: s
 
 
 @pytest.mark.parametrize("recipe", ["lora-base-bias", "vera-regenerated"])
-def test_biases_and_projections_that_are_drawn_anew_are_exact(recipe: str, pair: Pair, tmp_path: Path) -> None:
+def test_biases_and_regenerated_projections_are_exact(recipe: str, pair: Pair, tmp_path: Path) -> None:
     adapter, where = pair(recipe, "qwen2")
     _assert_equals_peft(compiled(adapter, where, tmp_path / "store", "--tp", 4, *FULL), adapter, where)
 
@@ -94,7 +94,7 @@ def _whole(slot: str, number: int, site: Mapping[str, Any], pieces: list[torch.T
         return pieces[0]
     ranges = site["outputs" if slot in "Be" else "inputs"]
     order = torch.cat([torch.arange(start, stop) for held in ranges for start, stop in held])
-    assert sorted(order.tolist()) == list(range(len(order))), "an entry that two ranks hold"
+    assert sorted(order.tolist()) == list(range(len(order))), "two ranks hold one entry"
     return torch.cat(pieces, -1)[..., order.argsort()]
 
 
@@ -108,12 +108,10 @@ def _whole(slot: str, number: int, site: Mapping[str, Any], pieces: list[torch.T
         ("llama", "vera", 2),
     ],
 )
-def test_ranks_join_to_one_rank_and_hold_nothing_twice(
-    base: str, recipe: str, tp: int, pair: Pair, tmp_path: Path
-) -> None:
+def test_ranks_join_to_one_rank_without_overlaps(base: str, recipe: str, tp: int, pair: Pair, tmp_path: Path) -> None:
     """Bytes of A, B, e, and of d on column sites, add up to those of one rank."""
     adapter, where = pair(recipe, base)
-    (whole,) = rank_tensors(compiled(adapter, where, tmp_path / "one", *FULL[2:]))
+    (whole,) = rank_tensors(compiled(adapter, where, tmp_path / "whole", *FULL[2:]))
     artifact = compiled(adapter, where, tmp_path / "many", "--tp", tp, *FULL)
     ranks, sites = rank_tensors(artifact), {site["name"]: site for site in manifest_of(artifact)["sites"]}
     assert all(rank.keys() == whole.keys() for rank in ranks)
@@ -131,17 +129,17 @@ def test_ranks_join_to_one_rank_and_hold_nothing_twice(
     assert joined > 0
 
 
-def test_copies_of_key_and_value_heads_are_all_that_is_held_twice(pair: Pair, tmp_path: Path) -> None:
-    """Four ranks share two key and value heads: as the base's weights, B's columns of these are there twice."""
+def test_only_copies_of_key_and_value_heads_are_stored_twice(pair: Pair, tmp_path: Path) -> None:
+    """Four ranks share two key-value heads, so B's columns for them are stored twice, as the base's weights are."""
     adapter, where = pair("lora", "qwen2")
-    (whole,) = rank_tensors(compiled(adapter, where, tmp_path / "one", *FULL[2:]))
+    (whole,) = rank_tensors(compiled(adapter, where, tmp_path / "whole", *FULL[2:]))
     ranks = rank_tensors(compiled(adapter, where, tmp_path / "many", "--tp", 4, *FULL))
     for name, tensor in whole.items():
         copied = name.endswith(".B") and ("k_proj" in name or "v_proj" in name)
         assert sum(rank[name].numel() for rank in ranks) == tensor.numel() * (2 if copied else 1), name
 
 
-def _exchanged(first: Tensors, second: Tensors, keys: list[str]) -> None:
+def _swapped(first: Tensors, second: Tensors, keys: list[str]) -> None:
     for key in keys:
         first[key], second[key] = second[key].clone(), first[key].clone()
 
@@ -164,13 +162,13 @@ CASES = [
         (*case, fault)
         for case in CASES
         for fault in ("dropped", "of another rank")
-        if (*case[1:], fault) != ("down_proj", "d", "of another rank")  # it is whole on every rank there
+        if (*case[1:], fault) != ("down_proj", "d", "of another rank")  # every rank holds all of it
     ],
 )
-def test_the_part_of_every_rank_counts(
+def test_every_part_of_every_rank_is_used(
     recipe: str, site: str, slot: str, fault: str, pair: Pair, tmp_path: Path
 ) -> None:
-    """A rank whose part is zero, or whose neighbour's part it has, answers something else."""
+    """The output changes when a rank's part is zero or another rank's."""
     adapter, base = pair(recipe, "llama")
     artifact = compiled(adapter, base, tmp_path / "store", "--tp", 2, *FULL)
     first, second = rank_tensors(artifact)
@@ -179,34 +177,33 @@ def test_the_part_of_every_rank_counts(
     if fault == "dropped":
         second = {key: torch.zeros_like(value) if key in keys else value for key, value in second.items()}
     else:
-        _exchanged(first, second, keys)
+        _swapped(first, second, keys)
     parts = iter((first, second))
     copy = tampered(artifact, "copy", lambda tensors: tensors.update(next(parts)), every_rank=False)
     figures = verified(copy, adapter, base)
     assert figures["relative_error"] > LOST
 
 
-def test_one_rank_has_nothing_to_share(pair: Pair, tmp_path: Path) -> None:
+def test_both_layouts_are_equal_on_one_rank(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
     plain = compiled(adapter, base, tmp_path / "plain")
     full = compiled(adapter, base, tmp_path / "full", "--lora-sharding", "full")
-    assert (plain / "rank-00000-of-00001.safetensors").read_bytes() == (
-        full / "rank-00000-of-00001.safetensors"
-    ).read_bytes()
+    assert rank_file(plain).read_bytes() == rank_file(full).read_bytes()
 
 
-def test_the_default_layout_is_written_as_it_was_before_there_was_another(pair: Pair, tmp_path: Path) -> None:
-    """Readers of version 1.0 take it; those fields that they don't know are in the other layout's manifests alone."""
+def test_the_manifest_states_how_terms_are_cut(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
-    manifest = manifest_of(compiled(adapter, base, tmp_path / "plain", "--tp", 2))
-    assert manifest["schema_version"] == "1.0"
-    assert "lora_sharding" not in manifest
-    assert not any({"rows", "columns"} & term.keys() for site in manifest["sites"] for term in site["terms"])
+    plain = manifest_of(compiled(adapter, base, tmp_path / "plain", "--tp", 2))
     full = manifest_of(compiled(adapter, base, tmp_path / "full", "--tp", 2, "--lora-sharding", "full"))
-    assert (full["schema_version"], full["lora_sharding"]) == ("1.1", "full")
+    assert (plain["lora_sharding"], full["lora_sharding"]) == ("default", "full")
+    cuts = [
+        {(term["rows"] is None, term["columns"] is None) for site in manifest["sites"] for term in site["terms"]}
+        for manifest in (plain, full)
+    ]
+    assert cuts == [{(True, True)}, {(False, True), (True, False)}]
 
 
-def test_commands_plan_for_the_layout_that_is_asked_for(pair: Pair, tmp_path: Path) -> None:
+def test_commands_plan_for_the_requested_layout(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("vera", "llama")
     asked = ("--base", base, "--tp", 4, "--json")
     plain, full = (scute("inspect", adapter, *asked, *more).answer for more in ((), ("--lora-sharding", "full")))

@@ -1,4 +1,4 @@
-"""Inputs that look right and are not: answered by name, never by another adapter's answer and never by silence."""
+"""Inputs that look right and are not: refused, noted, or compiled to what was trained."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from peft import AdaLoraConfig, LoraConfig, VeraConfig
 from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import write_config
+from tests.support.artifact_files import rank_file
 from tests.support.commands import Ran, compiled, scute, verified
 from tests.support.damage import ROOT, Edit, Saved, changed, configured, renamed, without
 
@@ -20,7 +21,7 @@ Folder = Callable[[str], Path]
 Adapter = Callable[[str, str], Path]
 Q = ROOT + "model.layers.0.self_attn.q_proj."
 FLOAT32 = 5e-5
-"""Relative error of float32 artifacts on these models: a few rounding errors per layer, far below any real fault."""
+"""Relative error of float32 artifacts on these models: a few rounding errors per layer, far below any fault."""
 
 
 def _edited(source: Path, folder: Path, *edits: Edit) -> Path:
@@ -93,7 +94,7 @@ REFUSED: dict[str, tuple[str, tuple[Edit, ...], str, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_contradictions_that_load_without_a_word_are_refused_by_name(
+def test_contradictions_that_peft_loads_silently_are_refused(
     what: str, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     recipe, edits, code, word = REFUSED[what]
@@ -114,7 +115,7 @@ NOTED: dict[str, tuple[tuple[Edit, ...], str, str]] = {
 
 
 @pytest.mark.parametrize("what", NOTED)
-def test_what_peft_would_read_otherwise_is_said_and_served_as_trained(
+def test_what_peft_reads_differently_is_noted_and_compiled_as_trained(
     what: str, pair: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     edits, code, word = NOTED[what]
@@ -124,18 +125,19 @@ def test_what_peft_would_read_otherwise_is_said_and_served_as_trained(
     assert ran.code == 0
     assert _found(ran)[code] == "note"
     assert word in _text(ran)
-    first, second = (compiled(one, base, tmp_path / name) for one, name in ((original, "a"), (folder, "b")))
-    ranks = "rank-00000-of-00001.safetensors"
-    assert (first / ranks).read_bytes() == (second / ranks).read_bytes()
+    first, second = (compiled(source, base, tmp_path / name) for source, name in ((original, "a"), (folder, "b")))
+    assert rank_file(first).read_bytes() == rank_file(second).read_bytes()
 
 
-def test_the_default_name_in_keys_is_no_news(base_folder: Folder, adapter_folder: Adapter, tmp_path: Path) -> None:
+def test_the_default_adapter_name_in_keys_is_not_noted(
+    base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
+) -> None:
     folder = _edited(adapter_folder("lora", "llama"), tmp_path / "adapter", _named_by("default"))
     ran = scute("check", folder, "--base", base_folder("llama"), "--json")
     assert (ran.code, ran.adapter["findings"]) == (0, [])
 
 
-def test_several_alpha_patterns_on_one_module_are_said(base_folder: Folder, tmp_path: Path) -> None:
+def test_several_alpha_patterns_on_one_module_are_noted(base_folder: Folder, tmp_path: Path) -> None:
     base = base_folder("llama")
     config = LoraConfig(
         r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"], alpha_pattern={"self_attn.q_proj": 9, "q_proj": 33}
@@ -144,12 +146,12 @@ def test_several_alpha_patterns_on_one_module_are_said(base_folder: Folder, tmp_
     ran = scute("check", tmp_path / "adapter", "--base", base, "--json")
     assert _found(ran) == {"SC213": "note"}
     assert {"(33),", "(9)"} <= set(_text(ran).split())
-    # What PEFT loads takes the first of the saved file; so must the artifact.
+    # PEFT takes the first pattern of the saved file when it loads the adapter.
     artifact = compiled(tmp_path / "adapter", base, tmp_path / "store")
     assert verified(artifact, tmp_path / "adapter", base)["relative_error"] < FLOAT32
 
 
-def test_foreign_keys_are_not_called_missing_as_well(
+def test_foreign_keys_are_not_reported_missing_too(
     base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     edit = renamed(r"lora_A\.weight$", "lora_down.weight"), renamed(r"lora_B\.weight$", "lora_up.weight")
@@ -177,7 +179,7 @@ def test_base_weights_in_a_quantized_dtype_are_refused_before_packing(
     ran = scute("check", adapter_folder("dora", "llama"), "--base", base, "--json")
     assert ran.code == 1
     assert _found(ran) == {"SC404": "error"}
-    # What needs no weights doesn't mind.
+    # LoRA needs no base weights.
     assert scute("check", adapter_folder("lora", "llama"), "--base", base, "--json").code == 0
 
 
@@ -187,7 +189,7 @@ def _first_row_zero(tensor: torch.Tensor) -> torch.Tensor:
     return changed_tensor
 
 
-def test_a_column_norm_of_zero_is_named_and_nothing_else_is_printed(
+def test_a_column_norm_of_zero_is_named_without_warnings(
     base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     base = _base_with(_first_row_zero, base_folder("llama"), tmp_path / "base")
@@ -202,7 +204,7 @@ def test_a_column_norm_of_zero_is_named_and_nothing_else_is_printed(
     assert not (tmp_path / "store").exists()
 
 
-def test_a_value_beyond_float32_is_not_sent_to_float32(
+def test_a_value_beyond_float32_is_refused_without_the_hint_of_another_dtype(
     base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     edit = changed(r"layers\.0\.self_attn\.q_proj\.lora_A", lambda tensor: tensor.double() * 1e300)
@@ -223,9 +225,7 @@ VERIFIED: dict[str, tuple[str, Callable[[], object], tuple[Edit, ...]]] = {
 
 
 @pytest.mark.parametrize("what", VERIFIED)
-def test_peft_is_the_oracle_wherever_it_reads_the_adapter_as_it_was_meant(
-    what: str, base_folder: Folder, tmp_path: Path
-) -> None:
+def test_unusual_adapters_that_peft_reads_as_trained_equal_peft(what: str, base_folder: Folder, tmp_path: Path) -> None:
     name, config, edits = VERIFIED[what]
     base = base_folder(name)
     write_config(config(), name, base, tmp_path / "saved")
@@ -235,7 +235,7 @@ def test_peft_is_the_oracle_wherever_it_reads_the_adapter_as_it_was_meant(
     assert answer["relative_error"] < FLOAT32
 
 
-def test_a_method_in_small_letters_is_not_comparable_and_no_internal_error(
+def test_a_method_in_lower_case_is_not_comparable_with_peft(
     base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     base = base_folder("llama")
@@ -265,6 +265,6 @@ def test_an_adapter_that_adalora_pruned_keeps_its_scale(base_folder: Folder, tmp
     assert _found(scute("check", lost, "--base", base, "--json")) == {"SC310": "error"}
 
 
-def test_no_name_is_no_adapter(base_folder: Folder) -> None:
+def test_an_empty_path_is_no_adapter(base_folder: Folder) -> None:
     ran = scute("check", "", "--base", base_folder("llama"), "--json")
     assert set(_found(ran)) == {"SC101"}

@@ -1,4 +1,4 @@
-"""Each slot matters: an artifact that lacks one no longer equals PEFT, and `verify` says so."""
+"""`verify` detects an artifact that lacks any slot."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from tests.support.artifact_files import Tensors, rank_tensors, tampered
 from tests.support.commands import compiled, scute, verified
 from tests.support.dropped_slots import DROPPED
 
-NOTICED = 1e-2
+DETECTED = 1e-2
 FLOAT32 = 5e-5
 Folder = Callable[[str], Path]
 Adapter = Callable[[str, str], Path]
 
 
 @pytest.mark.parametrize("what", DROPPED)
-def test_a_dropped_slot_is_noticed(what: str, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path) -> None:
+def test_a_dropped_slot_is_detected(what: str, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path) -> None:
     recipe, base, drop = DROPPED[what]
     where, adapter = base_folder(base), adapter_folder(recipe, base)
     artifact = compiled(adapter, where, tmp_path / "store", "--dtype", "float32")
     assert verified(artifact, adapter, where)["relative_error"] <= FLOAT32
     ran = scute("verify", tampered(artifact, "tampered", drop), "--adapter", adapter, "--base", where, "--json")
     assert ran.code == 1
-    assert ran.answer["relative_error"] > NOTICED
+    assert ran.answer["relative_error"] > DETECTED
 
 
-def test_the_trained_spectrum_of_adalora_is_merged_and_noticed_when_dropped(
+def test_the_merged_e_of_adalora_is_detected_when_dropped(
     base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
-    """AdaLoRA's E stands between factors that the adapter owns: no tensor of its own is left, only its effect."""
+    """AdaLoRA's E is between two owned factors, so it is merged and has no tensor in the artifact."""
     where, adapter = base_folder("llama"), adapter_folder("adalora", "llama")
     artifact = compiled(adapter, where, tmp_path / "store", "--dtype", "float32")
     assert not [key for key in rank_tensors(artifact)[0] if key.endswith((".d", ".e"))]
@@ -47,7 +47,7 @@ def test_the_trained_spectrum_of_adalora_is_merged_and_noticed_when_dropped(
             tensors[key.removesuffix("A") + "B"] = (18 / (6 + 1e-5)) * raw[stem + "B"].T.contiguous()
 
     copy = tampered(artifact, "tampered", drop)
-    assert verified(copy, adapter, where)["relative_error"] > NOTICED
+    assert verified(copy, adapter, where)["relative_error"] > DETECTED
 
 
 TERM = (".terms.0.A", ".terms.0.B")
@@ -61,11 +61,11 @@ HELD: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("oft", "qwen2"): (".dR",),
     ("adalora", "llama"): TERM,
 }
-"""Endings of the tensors that an artifact holds: live slots and owned factors. The rest was merged or is shared."""
+"""Endings of the tensor names in an artifact: live slots and owned factors. Other slots are merged or shared."""
 
 
 @pytest.mark.parametrize(("recipe", "base"), HELD)
-def test_an_artifact_holds_live_slots_and_owned_factors_alone(
+def test_an_artifact_holds_only_live_slots_and_owned_factors(
     recipe: str, base: str, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     artifact = compiled(adapter_folder(recipe, base), base_folder(base), tmp_path / "store")

@@ -1,4 +1,4 @@
-"""The reader of artifacts believes nothing: every way in which one can be wrong is refused with its own words."""
+"""Opening artifacts: every fault of a manifest or a file is refused under its code."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def edited(folder: Path, change: Callable[[Json], None]) -> Diagnostic:
 
 
 def rank_file(folder: Path) -> Path:
-    return folder / "rank-00001-of-00002.safetensors"
+    return next(folder.glob("rank-00001-of-00002.*.safetensors"))
 
 
 def factor_file(folder: Path) -> Path:
@@ -99,17 +99,26 @@ def test_a_deeply_nested_manifest_is_no_artifact(folder: Path) -> None:
     assert refused(folder).code.name == "SC601"
 
 
-def test_an_unknown_major_version_is_refused_before_anything_else(folder: Path) -> None:
-    (folder / "manifest.json").write_text('{"schema_version": "2.0", "sites": "elsewhere"}')
+def test_an_unknown_major_version_is_refused_before_the_other_fields_are_read(folder: Path) -> None:
+    text = '{"format": "scute.artifact", "schema_version": "3.0", "sites": "elsewhere"}'
+    (folder / "manifest.json").write_text(text)
     diagnostic = refused(folder)
     assert diagnostic.code.name == "SC602"
-    assert "2.0" in diagnostic.found
+    assert "3.0" in diagnostic.found
+
+
+def test_a_manifest_of_another_program_is_no_artifact(folder: Path) -> None:
+    for text in ('{"schema_version": "2.0"}', '{"format": "other", "schema_version": "2.0"}'):
+        (folder / "manifest.json").write_text(text)
+        diagnostic = refused(folder)
+        assert diagnostic.code.name == "SC601"
+        assert "the format" in diagnostic.found
 
 
 def test_a_newer_minor_version_opens_unless_it_has_new_fields(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    rewrite_manifest(folder, {**{k: v for k, v in manifest.items() if k != "digest"}, "schema_version": "1.7"})
-    assert open_artifact(folder).manifest.schema_version == "1.7"
+    rewrite_manifest(folder, {**{k: v for k, v in manifest.items() if k != "digest"}, "schema_version": "2.7"})
+    assert open_artifact(folder).manifest.schema_version == "2.7"
     diagnostic = edited(folder, lambda manifest: manifest.update(future=1))
     assert diagnostic.code.name == "SC602"
     assert "newer minor" in diagnostic.found
@@ -132,6 +141,7 @@ def test_a_newer_minor_version_opens_unless_it_has_new_fields(folder: Path) -> N
         (lambda m: m["sites"][1].update(inputs=[[[0, 9]], [[8, 16]]]), "twice"),
         (lambda m: m["sites"][1].update(shift_rank=2), "rank 2 can't add"),
         (lambda m: m["sites"][1].update(shift_rank=-1), "rank -1 can't add"),
+        (lambda m: m["sites"][0].update(shift_rank=0), "rank 0 can't add"),
         (lambda m: m["sites"][0]["rotation"].update(block=5), "3 blocks of 5"),
         (lambda m: m["sites"][1].update(rotation={"kind": "blocks", "block": 16, "blocks": 1}), "across a cut"),
         (lambda m: m["sites"][0]["terms"][0]["a"].update(features=11), "11 features of 12"),
@@ -148,18 +158,31 @@ def test_a_manifest_that_contradicts_itself_is_refused(
     assert words in diagnostic.found
 
 
+def test_every_rank_adds_the_shift_of_a_replicated_site(tmp_path: Path) -> None:
+    site = Written(name="layers.0.gate", in_features=4, out_features=2, slots={"b": drawn(2)}, split="replicated")
+    artifact = open_artifact(write_artifact(tmp_path, [site], tp=2))
+    assert artifact.sites[site.name].shift_rank == -1
+    assert all(torch.equal(load_rank(artifact, rank)[f"{site.name}.b"], site.slots["b"]) for rank in range(2))
+
+    def on_one_rank(manifest: Json) -> None:
+        manifest["sites"][0]["shift_rank"] = 0
+
+    diagnostic = refused(write_artifact(tmp_path, [site], name="other", tp=2, change=on_one_rank))
+    assert "rank 0 can't add" in diagnostic.found
+
+
 def test_a_changed_manifest_no_longer_has_its_digest(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"tenant"', '"tenent"'))
     assert refused(folder).code.name == "SC603"
 
 
-@pytest.mark.parametrize("name", ["../other/rank.safetensors", "/etc/passwd", "..", "a\\b"])
-def test_a_file_name_that_leaves_the_folder_is_refused(folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["../other/rank.safetensors", "/etc/passwd", "..", "a\\b", "", "rank.safetensors"])
+def test_a_file_name_other_than_the_contents_is_refused(folder: Path, name: str) -> None:
     assert edited(folder, lambda manifest: manifest["ranks"][0].update(file=name)).code.name == "SC604"
 
 
-def test_links_are_refused_wherever_they_stand(folder: Path, tmp_path: Path) -> None:
+def test_symbolic_links_are_refused(folder: Path, tmp_path: Path) -> None:
     for path in (rank_file(folder), factor_file(folder), folder.parent / "factors", folder / "manifest.json"):
         outside = tmp_path / "outside"
         path.rename(outside)
@@ -177,7 +200,7 @@ def test_a_truncated_rank_file_is_refused_without_hashing(folder: Path) -> None:
     assert caught.value.diagnostics[0].code.name == "SC603"
 
 
-def test_one_flipped_bit_of_a_rank_file_is_found_by_its_hash(folder: Path) -> None:
+def test_one_flipped_bit_of_a_rank_file_changes_its_hash(folder: Path) -> None:
     raw = bytearray(rank_file(folder).read_bytes())
     raw[-1] ^= 1
     rank_file(folder).write_bytes(raw)

@@ -1,4 +1,4 @@
-"""Opening bases: one file, shards with and without an index, configuration alone, and a Hub."""
+"""Opening bases: one file, shards with and without an index, a configuration only, and Hub repositories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARDS = {"model-00001-of-00002.safetensors": ("w0", "w1"), "model-00002-of-0000
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep this process off the network; the tests of the Hub use processes of their own."""
+    """Keep this process off the network; tests of Hub repositories start other processes."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
@@ -60,7 +60,7 @@ def test_every_layout_gives_the_same_tensors(folder: Path, layout: str) -> None:
         np.testing.assert_array_equal(base.read_rows(key, 1, 3), value[1:3])
 
 
-def test_a_configuration_alone_is_a_base_without_weights(folder: Path) -> None:
+def test_a_configuration_without_weight_files_is_a_base_without_weights(folder: Path) -> None:
     base = open_base(str(folder), weights=False)
     assert (base.has_weights, dict(base.tensors), base.quantized) == (False, {}, None)
 
@@ -117,14 +117,14 @@ def test_every_damaged_shard_is_reported(folder: Path) -> None:
     assert [d.code for d in refused(folder)] == [Code.SC104, Code.SC104]
 
 
-def test_pickles_alone_are_refused_with_the_way_to_convert(folder: Path) -> None:
+def test_bases_with_pickles_only_are_refused_with_advice_to_convert(folder: Path) -> None:
     (folder / "pytorch_model-00001-of-00002.bin").touch()
     (found,) = refused(folder)
     assert found.code is Code.SC407
     assert "save_pretrained" in found.next
 
 
-def test_what_is_no_base_is_refused(folder: Path) -> None:
+def test_other_folders_files_and_names_are_refused(folder: Path) -> None:
     (folder / CONFIG).rename(folder / "adapter_config.json")
     for source in (folder, folder / "adapter_config.json", folder / "absent", "a\0b", "owner/absent", "absent-base"):
         (found,) = refused(source)
@@ -153,7 +153,7 @@ except ScuteError as error:
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_repository_without_weights_sends_the_headers_bytes_and_no_more(
+def test_opening_a_repository_without_weights_downloads_headers_only(
     folder: Path, tmp_path: Path, *, sharded: bool
 ) -> None:
     if sharded:
@@ -172,12 +172,12 @@ def test_a_repository_without_weights_sends_the_headers_bytes_and_no_more(
         assert {file: count for file, count in hub.sent.items() if file.endswith(".safetensors")} == headers
 
 
-def test_a_server_that_ignores_ranges_is_read_no_further_than_needed(folder: Path, tmp_path: Path) -> None:
+def test_a_server_that_ignores_ranges_is_read_as_far_as_the_header(folder: Path, tmp_path: Path) -> None:
     save_file({"w4": np.zeros(16 << 20, np.uint8)}, folder / SINGLE)
     with serving(folder, ranges=False) as hub:
         done = hub.run(OPEN.format(False), tmp_path / "home")
         assert done.stdout.startswith("False {'w4': (16777216,)}"), done.stderr
-        # What the socket's buffers swallow before the client hangs up is not ours to bound; twice 16 MB would be all.
+        # The client reads two ranges; socket buffers take an unknown part of the 16 MB of each.
         assert hub.sent[SINGLE] < 2 * (16 << 20)
 
 

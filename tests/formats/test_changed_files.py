@@ -1,4 +1,4 @@
-"""Files that change between being opened and being loaded: a tensor is what the manifest promised, or is refused."""
+"""Files that change after an artifact was opened: their tensors are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Spoil = Callable[[Path], None]
 
 def _flipped(file: Path) -> None:
     raw = bytearray(file.read_bytes())
-    raw[-3] ^= 1  # a low bit of a number: every check but the hash passes
+    raw[-3] ^= 1  # a low bit of a value, which only the hash shows
     file.write_bytes(raw)
 
 
@@ -48,10 +48,10 @@ SPOILT: dict[str, Spoil] = {
 
 
 def _copy(recipe: str, pair: Pair, shared: Path, tmp_path: Path) -> tuple[Path, Artifact]:
-    one = artifact_of(recipe, "llama", pair, shared)
+    made = artifact_of(recipe, "llama", pair, shared)
     store = tmp_path / f"store-{recipe}"
-    shutil.copytree(one.artifact.parent, store)
-    return one.base, open_artifact(store / one.artifact.name)
+    shutil.copytree(made.artifact.parent, store)
+    return made.base, open_artifact(store / made.artifact.name)
 
 
 def _refused(act: Callable[[], object], code: str) -> None:
@@ -79,7 +79,7 @@ def test_a_rank_file_that_changes_after_it_was_opened_is_refused(
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_shared_factor_that_changes_after_it_was_opened_is_refused_and_kept_by_nobody(
+def test_a_shared_factor_that_changes_after_it_was_opened_is_refused_and_not_cached(
     what: str, pair: Pair, shared_folder: Path, tmp_path: Path
 ) -> None:
     base, artifact = _copy("vera", pair, shared_folder, tmp_path)
@@ -98,7 +98,7 @@ def test_a_shared_factor_that_changes_after_it_was_opened_is_refused_and_kept_by
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("slot", [".A", ".B"])
-def test_numbers_that_are_not_finite_are_refused_though_all_hashes_are_right(
+def test_values_that_are_not_finite_are_refused_with_right_hashes(
     slot: str, value: float, pair: Pair, shared_folder: Path, tmp_path: Path
 ) -> None:
     base, artifact = _copy("lora", pair, shared_folder, tmp_path)

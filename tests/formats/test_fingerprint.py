@@ -1,4 +1,4 @@
-"""The base's fingerprints: what changes them, and what must not."""
+"""The fingerprints of a base: which differences change them and which don't."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def write(folder: Path, *files: Arrays) -> str | None:
 
 
 def test_the_content_does_not_depend_on_how_files_are_split(tmp_path: Path) -> None:
-    one = write(tmp_path / "one", TENSORS)
+    whole = write(tmp_path / "one", TENSORS)
     split = write(tmp_path / "split", {"c": TENSORS["c"], "a": TENSORS["a"]}, {"b": TENSORS["b"]})
-    assert one is not None
-    assert one == split
+    assert whole is not None
+    assert whole == split
 
 
 @pytest.mark.parametrize("place", [0, 2500, 4999])
@@ -56,7 +56,7 @@ def test_name_dtype_and_shape_are_part_of_the_content(tmp_path: Path) -> None:
     assert len(hashes) == len(variants)
 
 
-def test_a_configuration_alone_has_no_content(tmp_path: Path) -> None:
+def test_a_base_without_weights_has_no_content(tmp_path: Path) -> None:
     assert write(tmp_path / "one") is None
 
 
@@ -69,7 +69,7 @@ def test_samples_lie_inside_the_tensor_and_touch_both_ends(nbytes: int) -> None:
     assert len(spans) == (1 if nbytes <= 4096 else 2 if nbytes == 4097 else 3)
 
 
-def test_the_structure_ignores_order_and_dtype_but_no_shape() -> None:
+def test_the_structure_ignores_order_and_dtype_but_not_shapes() -> None:
     tensors = {"a": ("F32", (2, 3)), "b": ("F32", (4,))}
     plain = structure_hash("llama", {"heads": 4, "rope": {"theta": 1.0}}, tensors)
     again = structure_hash(

@@ -1,4 +1,4 @@
-"""Fully sharded artifacts as the page of the format describes them: readers compute the formula, or refuse."""
+"""Fully sharded artifacts, written by hand: readers compute the formula or refuse them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scute_compile.runtime_min.base_model import load_model
 from scute_compile.runtime_min.model import rank_part
 from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.pool.directory import DirectoryEntry
-from scute_compile.runtime_min.pool.fully_sharded import check_met
+from scute_compile.runtime_min.pool.fully_sharded import check_exchanges
 from scute_compile.runtime_min.pool.reading import read_adapter
 from scute_compile.runtime_min.ranks.exchange import TermExchange
 from scute_compile.runtime_min.ranks.group import RankGroup
@@ -48,7 +48,7 @@ def test_shares_divide_in_order_and_differ_by_one_at_most(size: int, tp: int) ->
     assert widths == sorted(widths, reverse=True)
 
 
-def test_a_term_is_divided_along_the_axis_that_the_site_leaves_whole() -> None:
+def test_a_term_is_cut_along_the_axis_that_is_whole_on_its_site() -> None:
     column, row = layer(Split.COLUMN, heads("q", 4, 2)), layer(Split.ROW, heads("in", 4, 2), other=10)
     assert (cut_term(column, 5, 2).rows, cut_term(column, 5, 2).columns) == (((0, 3), (3, 5)), None)
     assert (cut_term(row, 5, 2).rows, cut_term(row, 5, 2).columns) == (None, ((0, 5), (5, 10)))
@@ -82,7 +82,7 @@ def shared_site(tp: int) -> Written:
 
 
 def row_site(tp: int, *, shared: bool) -> Written:
-    """A turned, scaled and shifted site with d and e, whose outputs are divided unevenly."""
+    """A rotated, scaled and shifted site and a term with d and e, whose outputs are cut unevenly."""
     slots = {
         "dR": drawn(160, seed=21),
         "ds": drawn(64, seed=23),
@@ -143,21 +143,21 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "outputs that no rank holds": (_set(2, "columns", [[0, 10], [11, 64]]), "don't divide 64"),
     "a term that isn't divided": (_set(0, "rows", None), "lora_sharding full"),
     "the other layout's name": (lambda manifest: manifest.update(lora_sharding="default"), "lora_sharding default"),
-    "no layout's name": (lambda manifest: manifest.pop("lora_sharding"), "lora_sharding default"),
+    "no layout's name": (lambda manifest: manifest.pop("lora_sharding"), "lora_sharding: field required"),
     "an unknown layout": (lambda manifest: manifest.update(lora_sharding="half"), "lora_sharding"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_division_that_is_none_is_refused(fault: str, tmp_path: Path) -> None:
-    change, said = FAULTS[fault]
-    with pytest.raises(ScuteError, match=said) as refused:
+def test_cuts_that_do_not_divide_a_term_are_refused(fault: str, tmp_path: Path) -> None:
+    change, message = FAULTS[fault]
+    with pytest.raises(ScuteError, match=message) as refused:
         open_artifact(write_artifact(tmp_path, sites(2), tp=2, change=change))
     assert refused.value.diagnostics[0].code.name == "SC601"
 
 
-def test_files_that_are_cut_in_the_other_way_are_refused(tmp_path: Path) -> None:
-    """The tensors of the default layout under a manifest of the other one."""
+def test_files_of_the_other_layout_are_refused(tmp_path: Path) -> None:
+    """The files have the default layout, the manifest states the fully sharded one."""
     whole = [replace(site, rows=None, columns=None) for site in sites(2)]
 
     def claim(manifest: dict[str, Any]) -> None:
@@ -205,9 +205,9 @@ def test_terms_that_ranks_would_complete_otherwise_are_refused(
         record.name: TermExchange(ranks=RankGroup(), part=(32, 64) if record.split is Split.ROW else None)
         for record in manifest.sites
     }
-    check_met("one", manifest, 1, exchanges)
+    check_exchanges("one", manifest, 1, exchanges)
     with pytest.raises(ScuteError, match="SC812") as refused:
-        check_met("one", manifest, 1, {**exchanges, site: does})
+        check_exchanges("one", manifest, 1, {**exchanges, site: does})
     assert refused.value.diagnostics[0].where == f"one: {site}"
 
 
@@ -242,8 +242,8 @@ def test_an_unknown_layout_is_refused(base_folder: Callable[[str], Path]) -> Non
     ServedModel.for_rank(model, pool_bytes="1MiB", shared_bytes=0).remove()
 
 
-def test_pools_serve_what_has_no_terms(pair: Pair, tmp_path: Path) -> None:
-    """IA3 and OFT have nothing to divide: both layouts are one."""
+def test_pools_serve_adapters_without_terms_in_either_layout(pair: Pair, tmp_path: Path) -> None:
+    """Without low-rank terms both layouts are equal."""
     adapter, base = pair("ia3", "llama")
     artifact = open_artifact(compiled(adapter, base, tmp_path / "store", "--tp", 2, "--lora-sharding", "full"))
     assert read_adapter(artifact, sites_of(artifact), torch.float32, tp=2, convert=True).payload > 0
@@ -254,8 +254,8 @@ def slots_of(artifact: Artifact, rank: int) -> list[DirectoryEntry]:
     found = []
     for record in artifact.manifest.sites:
         inputs, outputs = width(record.inputs[rank]), width(record.outputs[rank])
-        own = next((term.columns[rank] for term in record.terms if term.columns is not None), None)
-        for part in TermExchange(ranks=RankGroup(), part=own).parts(outputs):
+        held = next((term.columns[rank] for term in record.terms if term.columns is not None), None)
+        for part in TermExchange(ranks=RankGroup(), part=held).parts(outputs):
             shape = outputs if part is None else part[1] - part[0]
             found.append(
                 DirectoryEntry(name=record.name, in_features=inputs, out_features=shape, gemm=record.gemm, part=part)

@@ -1,4 +1,4 @@
-"""Opening adapter folders: what is missing or wrong is named, all at once."""
+"""Opening adapter folders: missing and wrong files are reported, all at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG_TEXT = json.dumps({"peft_type": "LORA", "r": 2})
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep this process off the network; the tests of the Hub use processes of their own."""
+    """Keep this process off the network; tests of Hub repositories start other processes."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
@@ -44,10 +44,18 @@ def codes(source: Path | str) -> list[Code]:
 
 def test_a_folder_is_opened_without_reading_tensors(folder: Path) -> None:
     adapter = open_adapter(f"{folder}/")
-    assert adapter.name == "tenant-a"
+    assert (adapter.name, adapter.source) == ("tenant-a", f"{folder}/")
     assert adapter.config == {"peft_type": "LORA", "r": 2}
     assert adapter.tensors["k"].shape == (2, 3)
     assert adapter.weights == folder / WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("named", "base"), [("owner/name", "owner/name"), ("/data/base", "/data/base"), ("", None), (7, None), (None, None)]
+)
+def test_the_configurations_base_is_text_or_none(folder: Path, named: object, base: str | None) -> None:
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": named}))
+    assert open_adapter(str(folder)).base_model == base
 
 
 def test_windows_line_ends_and_a_byte_order_mark_are_read(folder: Path) -> None:
@@ -61,7 +69,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(folder: Path) -> None:
     "text",
     [b"", b"{", b"[1]", b'"LORA"', b'{"r": NaN}', b'{"r": 1e999}', b'{"r": 1, "r": 2}', b"\xff\xfe{}", b"[" * 99_999],
 )
-def test_a_configuration_that_is_no_json_object_is_refused(folder: Path, text: bytes) -> None:
+def test_a_configuration_other_than_a_json_object_is_refused(folder: Path, text: bytes) -> None:
     (folder / CONFIG).write_bytes(text)
     assert codes(folder) == [Code.SC108]
 
@@ -101,7 +109,7 @@ def test_a_pickle_is_refused_unopened(folder: Path) -> None:
     assert PICKLE in found.found
 
 
-def test_safetensors_win_over_a_pickle(folder: Path) -> None:
+def test_safetensors_are_preferred_to_a_pickle(folder: Path) -> None:
     (folder / PICKLE).touch()
     assert open_adapter(str(folder)).tensors
 
@@ -122,14 +130,14 @@ def test_missing_files_are_named(folder: Path) -> None:
         ("config.json", "a model's config.json", "--base"),
     ],
 )
-def test_another_kind_of_folder_is_called_what_it_is(tmp_path: Path, file: str, found: str, way: str) -> None:
+def test_artifacts_stores_and_models_are_identified(tmp_path: Path, file: str, found: str, way: str) -> None:
     other = tmp_path / "other"
     (other / file).parent.mkdir(parents=True)
     (other / file).write_text("{}")
-    (said,) = refused(other)
-    assert said.code is Code.SC107
-    assert found in said.found
-    assert way in said.next
+    (diagnostic,) = refused(other)
+    assert diagnostic.code is Code.SC107
+    assert found in diagnostic.found
+    assert way in diagnostic.next
 
 
 def test_an_adapter_saved_under_a_name_is_found_in_its_subfolder(folder: Path) -> None:
@@ -149,19 +157,19 @@ def test_an_empty_adapter_is_refused(folder: Path) -> None:
     assert "gather" in found.next
 
 
-def test_a_file_instead_of_a_folder_names_the_folder(folder: Path) -> None:
+def test_a_file_is_refused_with_its_folder_as_advice(folder: Path) -> None:
     (found,) = refused(folder / WEIGHTS)
     assert found.code is Code.SC101
     assert str(folder) in found.next
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_what_cannot_be_read_is_a_diagnostic(folder: Path) -> None:
+def test_an_unreadable_file_is_a_diagnostic(folder: Path) -> None:
     (folder / CONFIG).chmod(0)
     assert codes(folder) == [Code.SC109]
 
 
-def test_links_to_nowhere_are_a_diagnostic(folder: Path) -> None:
+def test_broken_links_are_a_diagnostic(folder: Path) -> None:
     (folder / CONFIG).unlink()
     (folder / CONFIG).symlink_to(folder / "absent.json")
     assert codes(folder) == [Code.SC109]
@@ -170,7 +178,7 @@ def test_links_to_nowhere_are_a_diagnostic(folder: Path) -> None:
 @pytest.mark.parametrize(
     "source", ["absent", "./absent/folder", "/absent", "a/b/c", "a\0b", "", "../x/y", "a/b\x1b[31m"]
 )
-def test_what_is_neither_folder_nor_repository_is_refused(
+def test_sources_that_are_neither_folder_nor_repository_are_refused(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -178,7 +186,7 @@ def test_what_is_neither_folder_nor_repository_is_refused(
     assert found.code is Code.SC101
 
 
-def test_an_unreachable_hub_says_what_was_tried() -> None:
+def test_an_unreachable_hub_is_reported_with_the_repository() -> None:
     (found,) = refused("owner/absent")
     assert found.code is Code.SC101
     assert "owner/absent" in found.found
@@ -196,7 +204,7 @@ except ScuteError as error:
 """
 
 
-def test_a_repository_is_downloaded_two_files_only_and_reopened_without_the_hub(folder: Path, tmp_path: Path) -> None:
+def test_two_files_of_a_repository_are_downloaded_and_reopened_offline(folder: Path, tmp_path: Path) -> None:
     for extra in ("optimizer.pt", "README.md", "tokenizer.json"):
         (folder / extra).write_bytes(b"x" * 1000)
     with serving(folder) as hub:

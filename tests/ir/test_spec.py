@@ -1,4 +1,4 @@
-"""Each invariant of the spec fails on a program that is built to break it, and holds for programs that passes make."""
+"""Each invariant of the spec fails on a program that breaks it, and holds for programs that the passes return."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from scute_compile.ir.expressions import Fill, Ref, Source
+from scute_compile.ir.expressions import ColumnNorm, Divide, Expression, Fill, Ref, Source
 from scute_compile.ir.linear import Cut, TermCut
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Factor, Owner, Program, Rotation, RotationKind, Site, Stage, Term
 from scute_compile.ir.spec import SPEC, verify
 from tests.support.programs import METHODS, linear, value
@@ -26,8 +27,12 @@ def site(**changes: object) -> Site:
     return replace(made, **changes)  # type: ignore[arg-type] # likewise
 
 
-def turned(delta: Ref, kind: RotationKind) -> Site:
+def rotated(delta: Ref, kind: RotationKind) -> Site:
     return site(rotation=Rotation(kind=kind, delta=delta))
+
+
+def dora_scale(tile_rows: int) -> Expression:
+    return Divide(value("m", 6), ColumnNorm(LINEAR.weight, False, value("A", 2, 8), value("B", 2, 6), 1.0, tile_rows))
 
 
 def ref(key: str, *shape: int) -> Ref:
@@ -35,19 +40,20 @@ def ref(key: str, *shape: int) -> Ref:
 
 
 WINDOW = Factor(value=value("A", 2, 8), owner=Owner.SHARED, shared=value("whole", 2, 9))
-FOREIGN_B = Factor(value=value("B", 2, 6), owner=Owner.SHARED, shared=value("whole B", 2, 9))
+SHARED_B = Factor(value=value("B", 2, 6), owner=Owner.SHARED, shared=value("whole B", 2, 9))
 OTHER_BIAS = Ref(Source.BASE, "h.1.k_proj.bias", (6,), "BF16")
 
 BROKEN: dict[str, tuple[str, Stage, Site]] = {
+    "a site too early": ("nothing_is_parsed_yet", Stage.OPENED, site()),
     "ranks differ": ("terms_fit_their_site", Stage.PARSED, site(terms=(term(b=Factor(value=value("B", 3, 6))),))),
     "A lacks inputs": ("terms_fit_their_site", Stage.FOLDED, site(terms=(term(a=Factor(value=value("A", 2, 7))),))),
     "d has not the rank": ("terms_fit_their_site", Stage.PARSED, site(terms=(term(d=value("d", 3)),))),
     "e has not the outputs": ("terms_fit_their_site", Stage.PLACED, site(terms=(term(e=value("e", 8)),))),
     "s has not the outputs": ("slots_fit_their_site", Stage.SHARDED, site(s=value("s", 8))),
     "a bias has not the outputs": ("slots_fit_their_site", Stage.PARSED, site(beta=value("beta", 8))),
-    "R has not the inputs": ("slots_fit_their_site", Stage.PARSED, turned(ref("R", 6), RotationKind.DIAGONAL)),
-    "blocks don't divide": ("slots_fit_their_site", Stage.PARSED, turned(ref("R", 2, 3, 3), RotationKind.BLOCKS)),
-    "blocks are missing": ("slots_fit_their_site", Stage.PARSED, turned(ref("R", 2, 2, 2), RotationKind.BLOCKS)),
+    "R has not the inputs": ("slots_fit_their_site", Stage.PARSED, rotated(ref("R", 6), RotationKind.DIAGONAL)),
+    "blocks don't divide": ("slots_fit_their_site", Stage.PARSED, rotated(ref("R", 2, 3, 3), RotationKind.BLOCKS)),
+    "blocks are missing": ("slots_fit_their_site", Stage.PARSED, rotated(ref("R", 2, 2, 2), RotationKind.BLOCKS)),
     "shared without a whole": (
         "shared_factors_are_windows",
         Stage.PARSED,
@@ -69,6 +75,7 @@ BROKEN: dict[str, tuple[str, Stage, Site]] = {
         site(terms=(term(a=WINDOW, d=value("d", 2)),)),
     ),
     "e after B": ("slots_beside_owned_factors_are_merged", Stage.FOLDED, site(terms=(term(e=value("e", 6)),))),
+    "a norm without its tiles": ("every_norm_has_its_tiles", Stage.SCALED, site(s=dora_scale(0))),
     "nothing is left": ("site_is_not_empty", Stage.FOLDED, site(terms=())),
     "no cut": ("every_rank_has_a_cut", Stage.SHARDED, site(cut=None)),
     "an empty cut": ("every_rank_has_a_cut", Stage.SHARDED, site(cut=replace(WHOLE, outputs=(((3, 3),),)))),
@@ -92,18 +99,18 @@ BROKEN: dict[str, tuple[str, Stage, Site]] = {
     "e without a route": (
         "every_live_slot_has_a_route",
         Stage.ROUTED,
-        site(terms=(term(b=FOREIGN_B, e=value("e", 6)),)),
+        site(terms=(term(b=SHARED_B, e=value("e", 6)),)),
     ),
 }
-"""What is wrong -> the invariant that must say so, at which stage, and the site."""
+"""The fault -> the invariant that must report it, the stage, and the site."""
 
 
 def program(stage: Stage, broken: Site) -> Program:
-    return Program(method="lora", stage=stage, sites=(broken,))
+    return Program(method=Method.LORA, stage=stage, sites=(broken,))
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_program_is_named_with_stage_site_and_invariant(fault: str) -> None:
+def test_a_broken_program_is_reported_with_stage_site_and_invariant(fault: str) -> None:
     invariant, stage, broken = BROKEN[fault]
     with pytest.raises(AssertionError, match=rf"^after {stage}: .*\bh\.0\.k_proj: {invariant}: "):
         verify(program(stage, broken))
@@ -113,8 +120,10 @@ def test_every_invariant_is_broken_by_a_program() -> None:
     assert {invariant.__name__ for _, _, invariant in SPEC} == {name for name, _, _ in BROKEN.values()}
 
 
-def test_the_site_that_the_faults_are_built_on_breaks_nothing() -> None:
+def test_the_site_that_the_faults_are_built_on_breaks_no_invariant() -> None:
     for stage in Stage:
+        if stage is Stage.OPENED:
+            continue
         assert verify(program(stage, site())) == program(stage, site())
 
 
@@ -124,25 +133,27 @@ def test_the_site_that_the_faults_are_built_on_breaks_nothing() -> None:
         (Stage.PARSED, site(terms=(term(c=2.0, d=value("d", 2), e=value("e", 6)),))),
         (Stage.PLACED, site(beta=value("beta", 6))),
         (Stage.FOLDED, site(b=value("b", 6), cut=None)),
+        (Stage.FOLDED, site(s=dora_scale(0))),
+        (Stage.SCALED, site(s=dora_scale(4))),
         (Stage.SHARDED, site(s=value("s", 6))),
-        (Stage.FOLDED, site(terms=(term(a=WINDOW, b=FOREIGN_B, d=value("d", 2), e=value("e", 6)),))),
-        (Stage.FOLDED, turned(ref("one block", 1, 4, 4), RotationKind.BLOCKS)),
+        (Stage.FOLDED, site(terms=(term(a=WINDOW, b=SHARED_B, d=value("d", 2), e=value("e", 6)),))),
+        (Stage.FOLDED, rotated(ref("one block", 1, 4, 4), RotationKind.BLOCKS)),
         (Stage.FOLDED, site(b=LINEAR.bias)),
     ],
     ids=lambda x: x.value if isinstance(x, Stage) else "",
 )
-def test_what_a_later_stage_forbids_is_allowed_before(stage: Stage, allowed: Site) -> None:
+def test_a_program_may_break_the_invariants_of_later_stages(stage: Stage, allowed: Site) -> None:
     verify(program(stage, allowed))
 
 
-def test_sizes_that_nobody_knows_break_nothing() -> None:
-    """An adapter that is looked at without its base has layers whose sizes are 0 where its tensors don't tell them."""
+def test_unknown_sizes_break_no_invariant() -> None:
+    """An adapter that is planned without its base has layers of size 0 where its tensors don't give the size."""
     unknown = replace(LINEAR, in_features=0, out_features=0, bias=None)
     verify(program(Stage.PARSED, site(linear=unknown, s=Fill(1.0, (6,)))))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_the_passes_make_keeps_the_spec_until_a_route_is_taken_away(method: str) -> None:
+def test_a_planned_program_keeps_the_spec_until_a_route_is_removed(method: str) -> None:
     made = METHODS[method]()
     assert made.stage is Stage.ROUTED
     assert verify(made) == made

@@ -1,4 +1,4 @@
-"""DoRA's column norms: as exact as float64 wherever it matters, and the same however the work is divided."""
+"""DoRA's column norms: as accurate as in float64, with bits that don't depend on threads, ranks or shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from scute_compile.ir.expressions import ColumnNorm, Expression, Ref, Source
 from scute_compile.pack.column_norms import NormRequest, stream_norms
 from scute_compile.passes import scale
-from scute_compile.passes.scale import NormPlan
+from scute_compile.passes.scale import plan_norm
 from tests.support.artifact_files import rank_tensors
 from tests.support.commands import compiled, python
 from tests.support.sparse_base import write_sparse_file
@@ -37,10 +37,10 @@ def _norms(weight: torch.Tensor, *adapters: Factors, transposed: bool = False) -
     for owner, pair in enumerate(adapters):
         a, b = (Ref(Source.ADAPTER, f"{owner}.{i}", tuple(x.shape), "F32") for i, x in enumerate(pair))
         values |= {a: pair[0], b: pair[1]}
-        requests.append(NormRequest(owner, ColumnNorm(ref, transposed, a, b, C)))
+        requests.append(NormRequest(owner, plan_norm(ColumnNorm(ref, transposed, a, b, C))))
 
-    def tiles(plan: NormPlan) -> Iterator[torch.Tensor]:
-        return (weight[start:stop] for start, stop in plan.tiles())
+    def tiles(norm: ColumnNorm) -> Iterator[torch.Tensor]:
+        return (weight[start:stop] for start, stop in norm.tiles())
 
     streamed = stream_norms(requests, tiles, lambda _, x: values[x].numpy(), lambda _: None)
     return [norm for _, norm in streamed]
@@ -65,7 +65,7 @@ def _drawn(outputs: int, inputs: int, rank: int, size: float = 0.1) -> tuple[tor
 
 @pytest.mark.parametrize(("outputs", "inputs", "rank"), [(300, 576, 16), (64, 28672, 16), (96, 4096, 256), (7, 33, 1)])
 @pytest.mark.parametrize("size", [0.0, 0.001, 0.1])
-def test_norms_are_as_good_as_in_float64(outputs: int, inputs: int, rank: int, size: float) -> None:
+def test_norms_are_as_accurate_as_in_float64(outputs: int, inputs: int, rank: int, size: float) -> None:
     weight, factors = _drawn(outputs, inputs, rank, size)
     (norms,) = _norms(weight, factors)
     assert _error(norms, _exact(weight, factors)) <= TOLERANCE
@@ -111,7 +111,7 @@ def test_neither_other_adapters_nor_the_number_of_threads_change_a_bit() -> None
         for count in (1, 3):
             torch.set_num_threads(count)
             results += [_norms(weight, first, second), [_norms(weight, each)[0] for each in (first, second)]]
-            assert torch.get_num_threads() == count, "as it was before"
+            assert torch.get_num_threads() == count, "the number of threads is restored"
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -146,11 +146,13 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 import scute_compile.pack.pack
-from scute_compile.pipeline import compile_planned, open_model, plan
+from scute_compile.driver.bases import open_model
+from scute_compile.driver.packing import compile_planned
+from scute_compile.pipeline import plan
 from scute_compile.ir.target import Target
-def peak():  # this program's own, in KiB
+def peak():  # of this process, in KiB
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-torch.mm(torch.ones(8, 8), torch.ones(8, 8))  # loads what a product needs
+torch.mm(torch.ones(8, 8), torch.ones(8, 8))  # loads the libraries of matrix products
 base, adapter, store = sys.argv[1:]
 before = peak()
 opened = open_model(base, weights=True)
@@ -161,7 +163,7 @@ print(peak() - before)
 
 
 def _write_model(folder: Path, layers: int) -> None:
-    """Write a base of holes, and a DoRA adapter of rank 1 on its largest projection."""
+    """Write a base of sparse files, and a DoRA adapter of rank 1 on its largest projection."""
     hidden, inner, heads = 1024, 8192, {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64}
     attention = {f"self_attn.{x}_proj": (hidden, hidden) for x in "qkvo"}
     feedforward = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
@@ -190,4 +192,4 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         paths = (tmp_path / str(layers) / name for name in ("base", "adapter", "store"))
         peaks[layers] = int(python(PEAK, *paths)) / 1024
     weight = 2 * 1024 * 8192 / 2**20
-    assert peaks[24] - peaks[2] < weight, f"one of 22 more weights of {weight} MiB: {peaks}"
+    assert peaks[24] - peaks[2] < weight, f"less than one weight of {weight} MiB more for 22 more layers: {peaks}"

@@ -1,4 +1,4 @@
-"""A lightly trained DoRA has `s` within a thousandth of 1, finer than bfloat16 can say: the difference must survive."""
+"""Lightly trained DoRA adapters, whose `s` differs from 1 by less than bfloat16 resolves, keep their effect."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def _light_dora(base: Path, folder: Path, *, spread: float, factors: float) -> P
 
 
 def _scale_in_bfloat16(tensors: Tensors) -> None:
-    """What an artifact that holds `s` and not `s - 1` would compute."""
+    """Round `ds` as if the artifact held `s` and not `s - 1`."""
     for key in [key for key in tensors if key.endswith(".ds")]:
         tensors[key] = ((1 + tensors[key].float()).bfloat16().float() - 1).to(tensors[key].dtype)
 
 
 @pytest.fixture
 def light(base_folder: Callable[[str], Path], tmp_path: Path) -> tuple[Path, Path]:
-    """The base, and an adapter of which `s` carries a few per cent of the effect."""
+    """Return the base, and an adapter of which `s` contributes a few per cent of the effect."""
     base = base_folder("llama")
     return base, _light_dora(base, tmp_path / "adapter", spread=2e-4, factors=0.002)
 

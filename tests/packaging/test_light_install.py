@@ -1,4 +1,4 @@
-"""Without torch and peft, planning works and the rest says what is missing: the install that gates use."""
+"""The default install: planning works without torch, transformers and PEFT, and the rest names the extra to install."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.support.commands import compiled
 
 ROOT = Path(__file__).resolve().parents[2]
-PLANNING = ("numpy", "pydantic", "regex", "rich", "typer", "huggingface_hub", "safetensors")
+HEAVY = ("torch", "transformers", "peft", "triton")
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("SCUTE_TEST_LIGHT") != "1", reason="makes a virtual environment; set SCUTE_TEST_LIGHT=1 to run it"
@@ -23,19 +23,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def light_scute(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with what the documentation names for gates; returns its `scute` command."""
+    """A fresh virtual environment with the default install; returns its `scute` command."""
     folder = tmp_path_factory.mktemp("light") / "venv"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip: list[str | Path] = [
-        folder / "bin" / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
-    subprocess.run([*pip, *PLANNING], check=True)
-    subprocess.run([*pip, "--no-deps", "transformers", ROOT], check=True)  # read for its plans, never imported
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", str(ROOT)], check=True, cwd=folder)
     return folder / "bin" / "scute"
 
 
@@ -43,6 +35,18 @@ def _run(command: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     strings = [str(argument) for argument in arguments]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     return subprocess.run([command, *strings], capture_output=True, text=True, check=False, env=clean, cwd="/")
+
+
+def test_the_default_install_has_nothing_heavy(light_scute: Path) -> None:
+    program = f"from importlib.util import find_spec; print([name for name in {HEAVY!r} if find_spec(name)])"
+    done = _run(light_scute.with_name("python"), "-c", program)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_cost_of_a_step_is_predicted_without_torch(light_scute: Path) -> None:
+    done = _run(light_scute, "cost", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["command"] == "cost"
 
 
 @pytest.mark.parametrize("recipe", ["lora", "dora", "ia3", "vera", "oft", "adalora"])
@@ -76,7 +80,7 @@ def test_a_broken_adapter_is_refused_without_torch(
 
 
 @pytest.mark.parametrize("command", ["compile", "verify"])
-def test_what_needs_torch_says_so(
+def test_what_needs_torch_names_the_extra(
     light_scute: Path,
     command: str,
     tmp_path: Path,
@@ -91,6 +95,6 @@ def test_what_needs_torch_says_so(
     done = _run(light_scute, command, *asked, "--base", base)
     assert done.returncode in {1, 2}
     assert "SC701" in done.stderr
-    assert "torch" in done.stderr
+    assert "pip install 'scute-compile[compile]'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "store").exists()

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import scute_compile
+
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("passes", "pack", "formats", "runtime_min", "runtime_vllm")
-NOT_SHIPPED = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
+NOT_SHIPPED = {"tests", "benchmarks", "examples", "docs", "build", "dist", "site"}
 
 
 def _settings() -> dict[str, dict[str, str]]:
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     settings: dict[str, dict[str, str]] = tools["setuptools"]
     return settings
+
+
+def _project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[<>=\[; ]", requirement)[0]
 
 
 def _folders_with_code() -> set[str]:
@@ -61,6 +74,22 @@ def test_packages_are_named_after_their_places() -> None:
     for package, place in _settings()["package-dir"].items():
         inside = place if place.startswith("scute_compile") else f"scute_compile/{place}"
         assert package == inside.replace("/", ".")
+
+
+def test_the_version_is_declared_once_more_in_the_package() -> None:
+    assert scute_compile.__version__ == _project()["version"]
+
+
+def test_the_default_install_declares_nothing_heavy() -> None:
+    declared = {_name(line) for line in _project()["dependencies"]}
+    assert declared & {"torch", "transformers", "peft", "triton"} == set()
+
+
+def test_tests_install_all_that_commands_and_serving_need() -> None:
+    extras = _project()["optional-dependencies"]
+    assert "scute-compile[compile,runtime]" in extras["test"]
+    assert {"peft", "torch", "transformers"} == {_name(line) for line in extras["compile"]}
+    assert {"torch", "transformers", "triton"} == {_name(line) for line in extras["runtime"]}
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

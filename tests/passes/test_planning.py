@@ -1,4 +1,4 @@
-"""`check`, `inspect` and `explain-folds` plan from names and shapes: fast, without weights or heavy imports."""
+"""`check`, `inspect` and `explain-folds` plan from names and shapes: fast, without weights or large imports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_help_answers_at_once() -> None:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-m", "scute_compile", "--help"], capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # processor time, which other work on the machine doesn't lengthen; help waits for nothing
+        # processor time, which other work on the machine doesn't change
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert all(command.encode() in done.stdout for command in (*PLANNING, "compile", "verify", "cost", "demo"))
     assert min(times) < 0.5
@@ -56,7 +56,7 @@ def test_planning_imports_nothing_heavy(
 
 @pytest.fixture(scope="module")
 def huge(shared_folder: Path) -> Path:
-    """A base of the 70B model's shapes, without contents."""
+    """Return a base with the 70B model's shapes, in sparse files."""
     return made_once(shared_folder / "sparse-70b", write_sparse_base)
 
 
@@ -109,7 +109,7 @@ def test_explain_folds_names_slots_owners_and_routes(
     assert [word for word in words if word not in flat] == []
 
 
-def test_explain_folds_says_once_what_all_layers_share(base_folder: Folder, adapter_folder: Adapter) -> None:
+def test_explain_folds_shows_once_what_is_equal_in_all_layers(base_folder: Folder, adapter_folder: Adapter) -> None:
     asked = ("explain-folds", adapter_folder("dora", "llama"), "--base", base_folder("llama"))
     both, first = scute(*asked).out, scute(*asked, "--site", "*layers.0.*").out
     assert "q_proj" in first

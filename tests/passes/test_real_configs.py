@@ -1,4 +1,4 @@
-"""Configurations as people published them, from PEFT's first schema to the newest: all are read as they were meant."""
+"""Published configurations, from PEFT's first schema to the newest, are computed as PEFT computes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SERVED: Mapping[str, str] = {
     "a-development-build": "llama",
     "version-0.21-every-field": "llama",
 }
-"""The base that has the modules which the configuration targets."""
+"""Configuration -> the base whose modules it targets."""
 OTHER_MODELS = ("layers-pattern-era-packed-attention", "megatron-era-encoder-decoder-rank-1000")
 FOREIGN = ("another-program-robot-policy", "another-program-bottleneck-adapters", "another-program-apple-lora")
 UNREADABLE = {"SC203", "SC205", "SC108"}
@@ -45,7 +45,7 @@ Folder = Callable[[str], Path]
 
 
 def _matches(targets: str | list[str], name: str) -> bool:
-    """PEFT's rule for names: a whole match of an expression, or the last words of the path."""
+    """Return whether PEFT targets a module: the expression matches the whole path, or a name matches its end."""
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
@@ -73,7 +73,7 @@ def _with_tensors(config_name: str, base: str, base_folder: Path, folder: Path) 
     return folder
 
 
-def test_every_configuration_is_tried() -> None:
+def test_every_configuration_is_tested() -> None:
     assert {file.stem for file in FOLDER.glob("*.json")} == {*SERVED, *OTHER_MODELS, *FOREIGN}
     assert set(SERVED.values()) <= set(BASES)
 
@@ -103,7 +103,7 @@ def test_a_configuration_for_another_model_is_read_and_its_keys_are_refused(
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_another_programs_settings_are_named_as_such(name: str, base_folder: Folder, tmp_path: Path) -> None:
+def test_another_programs_settings_are_refused_as_such(name: str, base_folder: Folder, tmp_path: Path) -> None:
     base = base_folder("llama")
     adapter = _with_tensors(name, "llama", base, tmp_path / "adapter")
     ran = scute("check", adapter, "--base", base, "--json")

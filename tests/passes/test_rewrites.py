@@ -1,4 +1,4 @@
-"""The fold rule, proved row by row: random shapes, owners and values, in float64, before equals after."""
+"""The fold rule, row by row: for random shapes, owners and values, the term computes the same before and after."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from scute_compile.ir.expressions import Add, Concatenate, Expression, Fill, Multiply, Subtract
 from scute_compile.ir.linear import Linear, Part, Product
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Action, Factor, Note, Owner, Program, Rotation, RotationKind, Site, Stage, Term
 from scute_compile.passes.fold import compile_bias, fold_term
 from scute_compile.passes.place import place, scale_output
 from scute_compile.passes.rewrites import TERM_REWRITES, Rewrite
 from tests.support.normal_form import Drawn, assert_equal, coarse, factor, linear, value
+from tests.support.programs import context
 
 APPLIES: Mapping[str, Callable[[Term, bool, bool], bool]] = {
     "d-into-A": lambda term, a_owned, _: term.d is not None and a_owned,
@@ -26,12 +28,12 @@ APPLIES: Mapping[str, Callable[[Term, bool, bool], bool]] = {
     "c-into-A": lambda term, a_owned, b_owned: term.c != 1 and a_owned and not b_owned,
     "c-into-d": lambda term, a_owned, b_owned: term.c != 1 and not a_owned and not b_owned,
 }
-"""When a row applies, written once more from the rule: a slot merges into a neighbour that the adapter owns."""
+"""When a row applies, restated from the rule: a slot merges into a neighbour that the adapter owns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A term of a layer, inputs and values."""
+    """A term of a layer, with inputs and values."""
 
     term: Term
     linear: Linear
@@ -39,7 +41,7 @@ class Case:
     tokens: int
 
     def before_and_after(self, after: Term) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Both values, and the sums of absolute values."""
+        """Return the term's outputs before and after, and the sums of absolute values."""
         x = self.drawn.inputs(self.tokens, self.linear.in_features)
         bound = replace(self.drawn, absolute=True)
         return self.drawn.term(x, self.term), self.drawn.term(x, after), bound.term(np.abs(x), self.term)
@@ -68,14 +70,14 @@ def owned(factor: Factor) -> bool:
     return factor.owner is Owner.ADAPTER
 
 
-def test_every_row_of_the_table_is_proved() -> None:
+def test_every_row_of_the_table_is_tested() -> None:
     assert {row.name for row in TERM_REWRITES} == set(APPLIES)
 
 
 @pytest.mark.parametrize("row", TERM_REWRITES, ids=lambda row: row.name)
 @settings(deadline=None)
 @given(case=cases())
-def test_a_row_applies_exactly_when_its_owners_say_and_keeps_the_value(row: Rewrite, case: Case) -> None:
+def test_a_row_applies_exactly_for_its_owners_and_keeps_the_value(row: Rewrite, case: Case) -> None:
     term = case.term
     after = row.apply(term)
     assert (after is not None) is APPLIES[row.name](term, owned(term.a), owned(term.b))
@@ -88,13 +90,13 @@ def test_a_row_applies_exactly_when_its_owners_say_and_keeps_the_value(row: Rewr
 
 @settings(deadline=None)
 @given(case=cases())
-def test_the_whole_table_leaves_only_slots_between_foreign_factors(case: Case) -> None:
+def test_the_whole_table_leaves_slots_only_between_factors_that_are_not_owned(case: Case) -> None:
     term, notes = case.term, list[Note]()
     after = fold_term(term, Site(linear=case.linear, terms=(term,)), "", notes)
     assert_equal(*case.before_and_after(after))
-    foreign = not owned(term.a) and not owned(term.b)
+    unowned = not owned(term.a) and not owned(term.b)
     assert after.c == 1
-    assert (after.d is not None) is (foreign and (term.d is not None or term.c != 1))
+    assert (after.d is not None) is (unowned and (term.d is not None or term.c != 1))
     assert (after.e is not None) is (not owned(term.b) and term.e is not None)
     for old, new in ((term.a, after.a), (term.b, after.b)):
         assert owned(old) or old == new
@@ -106,7 +108,7 @@ def judged(term: Term) -> tuple[Term, bool, bool]:
     return term, owned(term.a), owned(term.b)
 
 
-def test_a_term_with_everything_folds_into_its_own_factors() -> None:
+def test_a_term_with_every_slot_folds_into_its_owned_factors() -> None:
     full = Term(
         a=factor("A", Owner.ADAPTER, 3, 4), b=factor("B", Owner.ADAPTER, 3, 5), d=value("d", 3), e=value("e", 5), c=2.0
     )
@@ -118,7 +120,7 @@ def test_a_term_with_everything_folds_into_its_own_factors() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCase:
-    """A site before folding, inputs and values."""
+    """A site before folding, with inputs and values."""
 
     site: Site
     drawn: Drawn
@@ -131,17 +133,17 @@ class SiteCase:
 
     @property
     def bound(self) -> Drawn:
-        """The same values without their signs."""
+        """The absolute values."""
         return replace(self.drawn, absolute=True)
 
 
 def biases(site: Site) -> list[Expression | None]:
-    """Every form in which a front end states an adapted layer's bias."""
-    own, outputs = site.linear.bias, site.linear.out_features
+    """Every form of an adapted layer's bias that a front end gives."""
+    base_bias, outputs = site.linear.bias, site.linear.out_features
     saved: list[Expression | None] = [None, value("saved bias", outputs)]
-    if own is not None:
-        saved.append(Add(own, value("lora_B.bias", outputs)))
-        saved += [Multiply(site.s, own)] if site.s is not None else []
+    if base_bias is not None:
+        saved.append(Add(base_bias, value("lora_B.bias", outputs)))
+        saved += [Multiply(site.s, base_bias)] if site.s is not None else []
     return saved
 
 
@@ -180,7 +182,7 @@ def test_scaling_the_output_scales_weight_path_bias_and_terms(case: SiteCase) ->
 @settings(deadline=None)
 @given(case=site_cases())
 def test_the_compiled_form_of_a_bias_equals_the_normal_form(case: SiteCase) -> None:
-    """`y` holds the base's bias already; `y + y * ds + b` must hold the adapted layer's, and nothing twice."""
+    """`y` includes the base's bias; `y + y * ds + b` must include the adapted layer's bias instead."""
     after = compile_bias(case.site, [])
     assert after.beta is None
     bound = case.bound.normal_form(np.abs(case.x), case.site) + _bias_bound(case)
@@ -198,7 +200,7 @@ def test_scaling_and_compiling_together_equal_the_scaled_normal_form(case: SiteC
 
 
 def _bias_bound(case: SiteCase) -> np.ndarray:
-    """`(1 + s) (x W + beta)` without signs: what is added and taken away again in the compiled form."""
+    """Return `(1 + s) (x W + beta)` of absolute values: the terms that cancel in the compiled form."""
     y = case.bound.product(np.abs(case.x), case.site)
     y = y if case.site.linear.bias is None else y + case.bound.of(case.site.linear.bias)
     return y * (1 if case.site.s is None else 2 + case.bound.of(case.site.s))
@@ -207,17 +209,17 @@ def _bias_bound(case: SiteCase) -> np.ndarray:
 @settings(deadline=None)
 @given(case=site_cases())
 def test_b_is_computed_from_s_as_it_is_stored(case: SiteCase) -> None:
-    """A rounded `s` scales the base's bias in `y` too; b takes exactly that away again, whatever the rounding lost."""
+    """A rounded `s` also scales the base's bias in `y`; b removes exactly that, whatever the rounding error."""
     drawn = replace(case.drawn, rounding=coarse)
-    site, own = case.site, case.site.linear.bias
+    site, base_bias = case.site, case.site.linear.bias
     after = compile_bias(site, [])
     stored = 1.0 if site.s is None else 1.0 + coarse(drawn.of(site.s) - 1.0).astype(np.float64)
-    if site.s is not None and own is not None and site.beta == Multiply(site.s, own):
+    if site.s is not None and base_bias is not None and site.beta == Multiply(site.s, base_bias):
         assert after.b is None
-        beta = stored * drawn.of(own)  # IA3: s scales the bias, and what is stored scales both
+        beta = stored * drawn.of(base_bias)  # IA3: s scales the bias, and the stored s scales both
     else:
-        said = site.beta or own
-        beta = drawn.of(said) if said is not None else np.zeros(site.linear.out_features)
+        bias = site.beta or base_bias
+        beta = drawn.of(bias) if bias is not None else np.zeros(site.linear.out_features)
     expected = drawn.product(case.x, site) * stored + beta + drawn.terms(case.x, site)
     bound = case.bound.normal_form(np.abs(case.x), site) + 2 * _bias_bound(case)
     assert_equal(expected, drawn.compiled_form(case.x, after), bound)
@@ -234,8 +236,8 @@ def test_an_input_vector_moves_onto_the_plain_factor_of_the_product(gate: int, u
     down = replace(linear(up, 3, bias=False), name="down", input_product=Product(site="up", part=1 if fused else 0))
     vector, drawn = value("l", up), Drawn(seed=seed)
     rotation = Rotation(kind=RotationKind.DIAGONAL, delta=Subtract(vector, Fill(1.0, (up,))))
-    program = Program(method="ia3", stage=Stage.PARSED, sites=(Site(linear=down, rotation=rotation),))
-    (site,) = place(program, {"up": target, "down": down}).sites
+    program = Program(method=Method.IA3, stage=Stage.PARSED, sites=(Site(linear=down, rotation=rotation),))
+    (site,) = place(program, context([target, down])).sites
     assert site.name == "up"
     scales = drawn.of(vector)
     scales = np.concatenate([np.ones(gate), scales]) if fused else scales
@@ -245,7 +247,7 @@ def test_an_input_vector_moves_onto_the_plain_factor_of_the_product(gate: int, u
 
 
 def test_an_input_vector_stays_where_a_term_reads_the_same_input() -> None:
-    """A low-rank term reads x as it is: scaling x upstream would scale the term as well."""
+    """A low-rank term reads x unscaled: scaling x upstream would scale the term as well."""
     up, down = (
         linear(3, 4, bias=False),
         replace(linear(4, 3, bias=False), name="down", input_product=Product(site="up")),
@@ -253,5 +255,5 @@ def test_an_input_vector_stays_where_a_term_reads_the_same_input() -> None:
     rotation = Rotation(kind=RotationKind.DIAGONAL, delta=value("l - 1", 4))
     term = Term(a=factor("A", Owner.ADAPTER, 2, 4), b=factor("B", Owner.ADAPTER, 2, 3))
     site = Site(linear=down, rotation=rotation, terms=(term,))
-    program = Program(method="ia3", stage=Stage.PARSED, sites=(site,))
-    assert place(program, {"up": up, "down": down}).sites == (site,)
+    program = Program(method=Method.IA3, stage=Stage.PARSED, sites=(site,))
+    assert place(program, context([up, down])).sites == (site,)

@@ -1,18 +1,20 @@
-"""The route pass: the cheapest candidate wins, the others' numbers stay, and the workload decides."""
+"""The route pass: every live slot gets its route, with the costs of the route and of its alternatives."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scute_compile.base.structure import ModelStructure
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.expressions import Expression, Ref, Source, Take
 from scute_compile.ir.linear import Cut, Linear
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import (
     Action,
+    Alternative,
     Factor,
     Note,
     Owner,
@@ -26,7 +28,8 @@ from scute_compile.ir.program import (
     Term,
 )
 from scute_compile.ir.target import Target, Workload
-from scute_compile.passes.route import route
+from scute_compile.passes import route as route_pass
+from tests.support.programs import context
 
 FREE_LAUNCHES = Workload(launch=0.0)
 
@@ -42,10 +45,15 @@ def linear(name: str, inputs: int, outputs: int, gemm: str = "") -> Linear:
 
 def program(*sites: Site, workload: Workload = FREE_LAUNCHES, dtype: DType | None = None) -> Program:
     target = Target(workload=workload, dtype=dtype)
-    return Program(method="made", stage=Stage.SHARDED, sites=sites, target=target)
+    return Program(method=Method.LORA, stage=Stage.SHARDED, sites=sites, target=target)
 
 
-def turned(name: str, inputs: int, outputs: int, block: int, gemm: str = "") -> Site:
+def route(sharded: Program, *also: Linear) -> Program:
+    """Run the pass on a base of the program's layers; `also` are layers that the adapter doesn't touch."""
+    return route_pass.route(sharded, context([*(site.linear for site in sharded.sites), *also]))
+
+
+def rotated(name: str, inputs: int, outputs: int, block: int, gemm: str = "") -> Site:
     delta = value(f"{name}.R", inputs // block, block, block)
     return Site(linear=linear(name, inputs, outputs, gemm), rotation=Rotation(kind=RotationKind.BLOCKS, delta=delta))
 
@@ -67,34 +75,31 @@ def only(compiled: Program) -> RouteChoice:
 
 
 def qkv(workload: Workload) -> Program:
-    sites = (turned("q", 4096, 4096, 32, "qkv"), turned("k", 4096, 1024, 32, "qkv"), turned("v", 4096, 1024, 32, "qkv"))
+    sites = (
+        rotated("q", 4096, 4096, 32, "qkv"),
+        rotated("k", 4096, 1024, 32, "qkv"),
+        rotated("v", 4096, 1024, 32, "qkv"),
+    )
     return program(*sites, workload=workload)
 
 
-def test_s_is_computed_in_the_expand_and_its_other_routes_keep_their_bytes() -> None:
+def test_s_is_computed_in_the_expand_and_its_alternatives_are_priced() -> None:
     site = Site(linear=linear("q", 64, 48), s=value("s", 48))
     choice = only(route(program(site, workload=Workload(tenants=3, tokens=5, launch=0.0))))
     assert choice.route is Route.EXPAND
     assert dict(choice.candidates) == {
         Route.EXPAND: 3 * 48 * 2,
-        Route.SEPARATE_PASS: 3 * 48 * 2 + 2 * 5 * 48 * 2,
-        Route.MERGED_COPY: 3 * 64 * 48 * 2,
-        Route.AS_LORA: 3 * 48 * (64 + 48) * 2,
+        Alternative.SEPARATE_PASS: 3 * 48 * 2 + 2 * 5 * 48 * 2,
+        Alternative.MERGED_COPY: 3 * 64 * 48 * 2,
+        Alternative.AS_LORA: 3 * 48 * (64 + 48) * 2,
     }
-
-
-def test_known_changed_columns_bound_the_rank_of_a_conversion_to_lora() -> None:
-    site = Site(linear=linear("q", 64, 48), s=value("s", 48))
-    choice = only(route(program(site), changed={"q": 2}))
-    assert dict(choice.candidates)[Route.AS_LORA] == 16 * 2 * (64 + 48) * 2
-    assert choice.route is Route.EXPAND
 
 
 def test_a_launch_is_charged_as_the_bytes_that_memory_moves_in_its_time() -> None:
     site = Site(linear=linear("q", 64, 48), s=value("s", 48))
     free = dict(only(route(program(site))).candidates)
     paid = dict(only(route(program(site, workload=Workload(launch=1e-6, bandwidth=1e12)))).candidates)
-    assert paid[Route.SEPARATE_PASS] - free[Route.SEPARATE_PASS] == 1_000_000
+    assert paid[Alternative.SEPARATE_PASS] - free[Alternative.SEPARATE_PASS] == 1_000_000
     assert paid[Route.EXPAND] == free[Route.EXPAND]
 
 
@@ -104,7 +109,7 @@ def test_b_counts_as_float32_in_a_half_precision_artifact() -> None:
     assert choice.candidates[0] == (Route.EXPAND, 16 * 48 * 4)
 
 
-def test_the_targets_dtype_wins_over_the_bases() -> None:
+def test_the_targets_dtype_takes_precedence_over_the_bases() -> None:
     site = Site(linear=linear("q", 64, 48), s=value("s", 48))
     assert only(route(program(site, dtype=DType.FLOAT32))).candidates[0] == (Route.EXPAND, 16 * 48 * 4)
 
@@ -116,29 +121,36 @@ def test_veras_vectors_stay_beside_the_pair_that_is_read_once() -> None:
     assert found["e"].route is Route.EXPAND
     assert dict(found["d"].candidates)[Route.SHRINK] == pair + 4 * 8 * 2
     assert dict(found["e"].candidates)[Route.EXPAND] == pair + 4 * 48 * 2
-    assert dict(found["d"].candidates)[Route.MERGED_COPY] == 4 * pair
+    assert dict(found["d"].candidates)[Alternative.MERGED_COPY] == 4 * pair
 
 
-def test_a_single_tenant_needs_no_shared_pair() -> None:
-    found = choices(route(program(vera("q", 64, 48, 8), workload=Workload(tenants=1, tokens=1))))
-    assert {found["d"].route, found["e"].route} == {Route.MERGED_COPY}
+def test_for_a_single_tenant_a_merged_copy_costs_less_and_the_note_says_why_it_is_no_route() -> None:
+    compiled = route(program(vera("q", 64, 48, 8), workload=Workload(tenants=1, tokens=1)))
+    found = choices(compiled)
+    assert {found[slot].candidates[0][0] for slot in "de"} == {Alternative.MERGED_COPY}
+    assert (found["d"].route, found["e"].route) == (Route.SHRINK, Route.EXPAND)
+    assert all("a private merged copy would cost less, but it rounds once more" in note.why for note in compiled.notes)
 
 
-def test_different_rotations_ride_as_delta_rows_at_decode_and_split_the_gemm_at_prefill() -> None:
-    decode = route(qkv(Workload(tenants=16, tokens=16)))
-    prefill = route(qkv(Workload(tenants=16, tokens=4096)))
-    assert [only(replace(decode, sites=(s,))).route for s in decode.sites] == [Route.DELTA_ROWS] * 3
-    assert [only(replace(prefill, sites=(s,))).route for s in prefill.sites] == [Route.BEFORE_GEMM] * 3
+@pytest.mark.parametrize(("tokens", "cheapest"), [(16, Route.DELTA_ROWS), (4096, Alternative.BEFORE_GEMM)])
+def test_rotations_are_delta_rows_at_decode_and_at_prefill_where_rotating_x_costs_less(
+    tokens: int, cheapest: Route | Alternative
+) -> None:
+    compiled = route(qkv(Workload(tenants=16, tokens=tokens)))
+    for site in compiled.sites:
+        (choice,) = site.routes
+        assert choice.route is Route.DELTA_ROWS
+        assert choice.candidates[0][0] is cheapest
 
 
 def test_rotation_bytes_count_values_rows_and_float32_products() -> None:
-    choice = only(route(program(turned("o", 64, 48, 8), workload=Workload(tenants=3, tokens=5, launch=0.0))))
+    choice = only(route(program(rotated("o", 64, 48, 8), workload=Workload(tenants=3, tokens=5, launch=0.0))))
     values, rows, products = 3 * 64 * 8 * 2, 5 * 64 * 2, 5 * 48 * 4
     assert dict(choice.candidates) == {
         Route.DELTA_ROWS: values + 3 * rows + 2 * products,
-        Route.BEFORE_GEMM: values + 2 * rows,
-        Route.MERGED_COPY: 3 * 64 * 48 * 2,
-        Route.AS_LORA: 3 * 64 * (64 + 48) * 2,
+        Alternative.BEFORE_GEMM: values + 2 * rows,
+        Alternative.MERGED_COPY: 3 * 64 * 48 * 2,
+        Alternative.AS_LORA: 3 * 64 * (64 + 48) * 2,
     }
 
 
@@ -146,48 +158,46 @@ def test_a_rotation_that_every_block_shares_is_read_as_one_block() -> None:
     delta = value("R", 1, 8, 8)
     site = Site(linear=linear("o", 64, 48), rotation=Rotation(kind=RotationKind.BLOCKS, delta=delta))
     alone = dict(only(route(program(site))).candidates)
-    apart = dict(only(route(program(turned("o", 64, 48, 8)))).candidates)
-    assert apart[Route.BEFORE_GEMM] - alone[Route.BEFORE_GEMM] == 16 * 7 * 8 * 8 * 2
+    apart = dict(only(route(program(rotated("o", 64, 48, 8)))).candidates)
+    assert apart[Alternative.BEFORE_GEMM] - alone[Alternative.BEFORE_GEMM] == 16 * 7 * 8 * 8 * 2
 
 
-def test_sites_with_one_rotation_share_its_turned_input() -> None:
+def test_sites_with_one_rotation_share_its_rotated_input() -> None:
     delta = value("R", 8, 8, 8)
     rotation = Rotation(kind=RotationKind.BLOCKS, delta=delta)
     gate, up = (Site(linear=linear(name, 64, 48, "gate_up"), rotation=rotation) for name in ("gate", "up"))
     both = dict(only(route(program(gate, up))).candidates)
-    one = dict(only(route(program(gate))).candidates)
-    assert both[Route.BEFORE_GEMM] == one[Route.BEFORE_GEMM]
-    assert both[Route.MERGED_COPY] == 2 * one[Route.MERGED_COPY]
+    alone = dict(only(route(program(gate))).candidates)
+    assert both[Alternative.BEFORE_GEMM] == alone[Alternative.BEFORE_GEMM]
+    assert both[Alternative.MERGED_COPY] == 2 * alone[Alternative.MERGED_COPY]
 
 
 def test_members_that_the_adapter_leaves_alone_split_the_gemm_too() -> None:
     bare = linear("k", 64, 16, "qkv")
-    site, work = turned("q", 64, 48, 8, "qkv"), Workload(launch=1e-6, bandwidth=1e12)
-    structure = ModelStructure(model_type="made", linears={"q": site.linear, "k": bare}, tensors={})
+    site, work = rotated("q", 64, 48, 8, "qkv"), Workload(launch=1e-6, bandwidth=1e12)
     without = dict(only(route(program(site, workload=work))).candidates)
-    known = dict(only(route(program(site, workload=work), structure=structure)).candidates)
-    assert known[Route.BEFORE_GEMM] - without[Route.BEFORE_GEMM] == 1_000_000
+    known = dict(only(route(program(site, workload=work), bare)).candidates)
+    assert known[Alternative.BEFORE_GEMM] - without[Alternative.BEFORE_GEMM] == 1_000_000
     assert known[Route.DELTA_ROWS] - without[Route.DELTA_ROWS] == 16 * 16 * 4
 
 
-def test_the_form_that_rounds_x_says_so_and_a_near_identity_rotation_avoids_it() -> None:
-    plain = route(program(turned("o", 64, 48, 8)))
-    near = route(program(turned("o", 64, 48, 8)), near_identity={"o"})
-    assert only(plain).route is Route.BEFORE_GEMM
-    assert "one rounding of x" in plain.notes[-1].why
-    assert only(near).route is Route.DELTA_ROWS
-    assert only(near).candidates == only(plain).candidates
+def test_a_rotation_is_delta_rows_even_where_rotating_x_costs_less() -> None:
+    compiled = route(program(rotated("o", 64, 48, 8)))
+    choice = only(compiled)
+    assert choice.route is Route.DELTA_ROWS
+    assert choice.candidates[0][0] is Alternative.BEFORE_GEMM
+    assert "a rotation near the identity may not survive it" in compiled.notes[-1].why
 
 
-def test_of_equal_bytes_the_exact_route_is_preferred() -> None:
-    """With one token and free launches both forms can be made to tie by the cost of one launch."""
-    site = (turned("q", 8, 4, 8, "qkv"), turned("k", 8, 4, 8, "qkv"))
+def test_of_equal_costs_the_route_is_listed_first() -> None:
+    """The costs of the two forms are made equal by the price of one launch."""
+    site = (rotated("q", 8, 4, 8, "qkv"), rotated("k", 8, 4, 8, "qkv"))
     # Delta rows move 16 * 8 * 2 * 2 + 16 * (2 * 8 + 8) * 4 = 2048 bytes more; splitting takes one launch more.
     tied = route(program(*site, workload=Workload(launch=2048e-6, bandwidth=1e6)))
     bytes_of = dict(tied.sites[0].routes[0].candidates)
-    assert bytes_of[Route.DELTA_ROWS] == bytes_of[Route.BEFORE_GEMM]
-    order = [r for r, _ in tied.sites[0].routes[0].candidates]
-    assert order.index(Route.DELTA_ROWS) < order.index(Route.BEFORE_GEMM)
+    assert bytes_of[Route.DELTA_ROWS] == bytes_of[Alternative.BEFORE_GEMM]
+    order = [way for way, _ in tied.sites[0].routes[0].candidates]
+    assert order.index(Route.DELTA_ROWS) < order.index(Alternative.BEFORE_GEMM)
 
 
 def test_a_rank_counts_what_it_holds() -> None:
@@ -233,13 +243,13 @@ def test_every_live_slot_gets_one_note_after_the_earlier_ones() -> None:
     tokens=st.integers(1, 5000),
     launch=st.floats(0, 1e-5),
 )
-def test_the_chosen_route_has_the_fewest_bytes(
+def test_costs_ascend_and_contain_the_route_once(
     *, inputs: int, outputs: int, rank: int, tenants: int, tokens: int, launch: float
 ) -> None:
     work = Workload(tenants=tenants, tokens=tokens, launch=launch)
     site = replace(
         vera("q", inputs, outputs, rank),
-        rotation=turned("q", inputs, outputs, 8).rotation,
+        rotation=rotated("q", inputs, outputs, 8).rotation,
         s=value("s", outputs),
         b=value("b", outputs),
     )
@@ -248,8 +258,10 @@ def test_the_chosen_route_has_the_fewest_bytes(
     for choice in found.values():
         numbers = [count for _, count in choice.candidates]
         assert numbers == sorted(numbers)
-        assert dict(choice.candidates)[choice.route] == numbers[0]
-        assert len({r for r, _ in choice.candidates}) == len(numbers) >= 2
+        assert [way for way, _ in choice.candidates if isinstance(way, Route)] == [choice.route]
+        assert len({way for way, _ in choice.candidates}) == len(numbers) >= 2
+    cheapest = {slot: choice.candidates[0][0] for slot, choice in found.items()}
+    assert (cheapest["s"], cheapest["b"]) == (Route.EXPAND, Route.EXPAND)
 
 
 def test_an_expressions_form_does_not_matter_for_its_route() -> None:

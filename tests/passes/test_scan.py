@@ -1,4 +1,4 @@
-"""One pass over the adapter's bytes against the same questions asked of whole arrays."""
+"""The scan's facts equal those computed from whole arrays."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_facts_equal_those_of_the_whole_array_across_blocks(tmp_path: Path, dtyp
     x = torch.randn(count).to(dtype)
     x[::7], x[3::11] = 0, 1
     end = torch.zeros(count, dtype=dtype)
-    end[-1] = -3e-5  # the one entry that isn't zero lies in the last block
+    end[-1] = -3e-5  # the only entry that isn't zero is in the last block
     tensors = {"x": x, "end": end, "ones": torch.ones(count, dtype=dtype), "empty": torch.ones(0, 3, dtype=dtype)}
     facts = scan(opened(tmp_path, tensors)).facts
     for key, value in tensors.items():
@@ -64,14 +64,12 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 5.9e-8, 1e-45, -
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(SPECIAL), max_size=6), st.sampled_from(DTYPES))
-def test_special_values_are_judged_as_numpy_judges_them(
-    tmp_path: Path, values: list[float], dtype: torch.dtype
-) -> None:
+def test_facts_of_special_values_are_those_of_numpy(tmp_path: Path, values: list[float], dtype: torch.dtype) -> None:
     x = torch.tensor(values, dtype=torch.float64).to(dtype)
     assert scan(opened(tmp_path, {"x": x})).facts["x"] == expected(x)
 
 
-def test_integers_are_finite_and_say_nothing_else(tmp_path: Path) -> None:
+def test_of_integers_only_the_size_is_known(tmp_path: Path) -> None:
     facts = scan(opened(tmp_path, {"i": torch.arange(5)})).facts["i"]
     assert facts == TensorFacts(finite=True, zero=False, largest=0.0, smallest=0.0, not_one=0, ones=False, size=5)
 
@@ -83,7 +81,7 @@ def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
     assert scan(adapter).sha256 == {}
 
 
-def test_memory_stays_at_a_few_blocks(tmp_path: Path) -> None:
+def test_peak_memory_is_a_few_blocks(tmp_path: Path) -> None:
     adapter = opened(tmp_path, {"x": torch.ones(16 * BLOCK_BYTES // 4)})
     scan(adapter)
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Adapters, their artifacts, and what PEFT answers with each: the other half of every comparison."""
+"""Makes adapters and their artifacts, and compares the engine's answers with PEFT's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import transformers
 from peft import PeftModel, get_peft_model
 
-from scute_compile.driver.commands import compile_adapters
+import scute_compile as scute
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from tests.runtime_vllm.engine import Adapter, Answer, Engine, Row
@@ -23,22 +23,22 @@ from tests.support.bases import ATTENTION, BASES, Sites, made_once
 
 BOUND = 1e-4
 """Largest difference of a log-probability from PEFT's, both in float32."""
-OWN = {
+EXTRA_RECIPES = {
     "rsdora-attention": lora(use_dora=True, use_rslora=True, target_modules=list(ATTENTION)),
     "lora-rank-32": lora(r=32),
     "lora-rank-128": lora(r=128),
     "lora-head": lora(r=8, target_modules=["q_proj", "down_proj", "lm_head"]),
     "lora-only-head": lora(r=3, target_modules=["lm_head"]),
 }
-"""Recipes that only these tests need."""
+"""Recipes of these tests alone."""
 NINE = ("lora", "rslora", "dora", "rsdora-attention", "ia3", "vera", "vera-twin", "oft", "oft-shared")
 SERVED = (None, *NINE)
-"""The base's row and nine adapters'. A name with `-twin` and anything after is its recipe again, drawn anew."""
+"""The base's row and those of nine adapters. `NAME-twin...` is the recipe NAME with other random values."""
 REAL: Mapping[str, Config] = {
     "lora": lora(r=8, lora_alpha=12),
     "rslora": lora(r=9, lora_alpha=4, use_rslora=True),
     "dora": lora(r=8, lora_alpha=12, use_dora=True),
-    "rsdora-attention": OWN["rsdora-attention"],
+    "rsdora-attention": EXTRA_RECIPES["rsdora-attention"],
     "ia3": RECIPES["ia3"].config,
     "vera": vera(target_modules=["v_proj", "down_proj"]).config,
     "vera-twin": vera(target_modules=["v_proj", "down_proj"]).config,
@@ -51,11 +51,11 @@ REAL: Mapping[str, Config] = {
 def _tiny_config(name: str, base: str) -> object:
     sites = BASES[base].sites
     recipe = name.partition("-twin")[0]
-    return OWN[recipe](sites) if recipe in OWN else RECIPES[recipe].config(sites)
+    return EXTRA_RECIPES[recipe](sites) if recipe in EXTRA_RECIPES else RECIPES[recipe].config(sites)
 
 
 def prompt_of(seed: int, length: int | None = None) -> tuple[int, ...]:
-    """Random tokens; without a length, each seed has one of its own."""
+    """Return random tokens; without a length, it follows from the seed."""
     generator = torch.Generator().manual_seed(seed)
     count = length or 5 + seed % 9
     return tuple(torch.randint(3, 128, (count,), generator=generator).tolist())
@@ -63,22 +63,22 @@ def prompt_of(seed: int, length: int | None = None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far an answer is from PEFT's."""
+    """The difference between an answer and PEFT's."""
 
     worst: float
     """The largest difference of a log-probability."""
     greedy: bool
-    """Whether every token is the one that PEFT holds most likely."""
+    """Whether every token is the most likely one by PEFT."""
 
     @property
     def none(self) -> bool:
-        """Whether the answer is PEFT's."""
+        """Whether the answer equals PEFT's within `BOUND`."""
         return self.greedy and self.worst <= BOUND
 
 
 @dataclass(kw_only=True)
 class Tenants:
-    """Adapters of one base, made once per session in `root`."""
+    """The adapters of one base, made once per session in `root`."""
 
     base: Path
     root: Path
@@ -87,7 +87,7 @@ class Tenants:
     _models: dict[Path | None, Any] = field(default_factory=dict)
 
     @cached_property
-    def _numbers(self) -> dict[tuple[str, str], int]:
+    def _lora_ids(self) -> dict[tuple[str, str], int]:
         return {}
 
     def folder(self, name: str) -> Path:
@@ -105,26 +105,26 @@ class Tenants:
 
     def artifact(self, name: str, *, tp: int = 1, store: str = "store") -> Path:
         """Return the artifact of an adapter for `tp` ranks, compiled in float32."""
-        place = self.root / f"{store}-{tp}"
-        if not (place / name).is_dir():
-            self.compiled(self.folder(name), place, name=name, tp=tp)
-        return place / name
+        folder = self.root / f"{store}-{tp}"
+        if not (folder / name).is_dir():
+            self.compiled(self.folder(name), folder, name=name, tp=tp)
+        return folder / name
 
     def compiled(self, folder: Path, store: Path, *, name: str, tp: int = 1) -> Path:
-        """Compile an adapter's folder into a store, in the place of what has that name."""
+        """Compile an adapter's folder into a store; an artifact of that name is replaced."""
         target = Target(tp=tp, dtype=DType.FLOAT32)
-        (done,) = compile_adapters([str(folder)], str(self.base), target, store, name=name, quiet=True)
-        assert (store / name / "manifest.json").is_file(), done
+        report = scute.compile(folder, base=self.base, target=target, store=store, name=name)
+        assert (store / name / "manifest.json").is_file(), report
         return store / name
 
     def request(self, path: Path, *, name: str = "", in_place: bool = False) -> Adapter:
-        """What a request for an adapter says; equal names and places get equal numbers."""
+        """Return the adapter of a request; equal names and paths get equal ids."""
         key = (name or path.name, str(path))
-        number = self._numbers.setdefault(key, len(self._numbers) + 1)
-        return Adapter(name=key[0], number=number, path=key[1], in_place=in_place)
+        lora_id = self._lora_ids.setdefault(key, len(self._lora_ids) + 1)
+        return Adapter(name=key[0], lora_id=lora_id, path=key[1], in_place=in_place)
 
     def row(self, name: str | None, seed: int, *, tp: int = 1) -> Row:
-        """A request for the artifact of an adapter, or for the base."""
+        """Return a request for the artifact of an adapter, or for the base."""
         adapter = None if name is None else self.request(self.artifact(name, tp=tp))
         return Row(prompt=prompt_of(seed), adapter=adapter)
 
@@ -143,30 +143,30 @@ class Tenants:
         return model
 
     def logprobs(self, name: str | None, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
-        """What PEFT says of every new token, `[tokens, vocabulary]`."""
+        """Return PEFT's log-probabilities for every new token, `(tokens, vocabulary)`."""
         with torch.no_grad():
             logits = self._model(name)(input_ids=torch.tensor([prompt + tokens])).logits[0]
-        said: torch.Tensor = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
-        return said
+        logprobs: torch.Tensor = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
+        return logprobs
 
     def difference(self, answer: Answer, name: str | None) -> Difference:
-        """Compare an answer with that of PEFT's adapter `name`, or of the base."""
-        said = self.logprobs(name, answer.prompt, answer.tokens)
+        """Compare an answer with PEFT's for the adapter `name`, or for the base."""
+        expected = self.logprobs(name, answer.prompt, answer.tokens)
         worst = max(
-            abs(logprob - said[step, token].item())
+            abs(logprob - expected[step, token].item())
             for step, by_token in enumerate(answer.logprobs)
             for token, logprob in by_token.items()
         )
-        greedy = answer.tokens == tuple(said.argmax(-1).tolist())
+        greedy = answer.tokens == tuple(expected.argmax(-1).tolist())
         return Difference(worst=worst if math.isfinite(worst) else math.inf, greedy=greedy)
 
     def assert_equal(self, answer: Answer, name: str | None) -> None:
-        """The answer is PEFT's."""
+        """Assert that the answer equals PEFT's."""
         difference = self.difference(answer, name)
         assert difference.none, (name, difference)
 
     def assert_served(self, engine: Engine, *names: str | None, seed: int = 0) -> None:
-        """Ask for the artifacts of all in one batch (None: the base); every answer is PEFT's."""
+        """Assert that the artifacts of all names, in one batch, are answered as PEFT does; None is the base."""
         answers = engine.generate([self.row(name, seed + place) for place, name in enumerate(names)])
         for name, answer in zip(names, answers, strict=True):
             self.assert_equal(answer, name)

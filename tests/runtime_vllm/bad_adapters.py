@@ -1,4 +1,4 @@
-"""Adapters that a server must refuse, each with words that its refusal must say."""
+"""Adapters that an engine must refuse, each with the words that its refusal must contain."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Bad:
     """One adapter that must be refused."""
 
     made: Callable[[Tenants], Path]
-    """Writes it, once per session, and returns its folder."""
+    """Writes it once per session, and returns its folder."""
     words: tuple[str, ...]
-    """What the refusal must say, in lower case."""
+    """Words of the refusal, in lower case."""
 
 
 def _sibling(artifact: Path, name: str, change: Callable[[Path], None]) -> Path:
@@ -46,7 +46,7 @@ def _with_manifest(folder: Path, change: Callable[[dict[str, object]], None]) ->
 
 
 def of_a_base_with_other_weights(llama: Tenants) -> Path:
-    """An artifact of a base of the same shapes whose weights are others."""
+    """An artifact of a base of the same shapes with other weights."""
 
     def write(folder: Path) -> None:
         shutil.copytree(llama.base, folder)
@@ -69,7 +69,7 @@ def of_a_base_with_other_shapes(llama: Tenants) -> Path:
 
 
 def with_a_site_that_the_model_lacks(llama: Tenants) -> Path:
-    """An artifact that names layer 7 of a model of two layers; all hashes are right."""
+    """An artifact that names layer 7 of a model of two layers; all hashes are correct."""
 
     def rename(folder: Path) -> None:
         def sites(manifest: dict[str, object]) -> None:
@@ -94,7 +94,7 @@ def _nudged(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def with_a_changed_byte(llama: Tenants) -> Path:
-    """An artifact of which one byte of a tensor was changed."""
+    """An artifact with one changed byte in a tensor."""
 
     def flip(folder: Path) -> None:
         file = folder / manifest_of(folder)["ranks"][0]["file"]
@@ -106,7 +106,7 @@ def with_a_changed_byte(llama: Tenants) -> Path:
 
 
 def without_its_rank_file(llama: Tenants) -> Path:
-    """An artifact whose tensors are gone."""
+    """An artifact whose tensor file was deleted."""
     return _sibling(
         llama.artifact("ia3"), "no-tensors", lambda folder: (folder / manifest_of(folder)["ranks"][0]["file"]).unlink()
     )
@@ -123,7 +123,7 @@ def _copied(source: Path, folder: Path) -> None:
 
 
 def of_a_later_format(llama: Tenants) -> Path:
-    """An artifact of a major version that nobody knows yet."""
+    """An artifact of an unknown major version."""
     return _sibling(
         llama.artifact("lora"),
         "later",
@@ -142,7 +142,7 @@ def with_a_broken_manifest(llama: Tenants) -> Path:
 
 
 def nowhere(llama: Tenants) -> Path:
-    """A place where nothing is."""
+    """A path that does not exist."""
     return llama.root / "nowhere"
 
 
@@ -161,17 +161,17 @@ def _renamed_folder(llama: Tenants, name: str, old: str, new: str) -> Path:
 
 
 def a_folder_with_one_level_too_many(llama: Tenants) -> Path:
-    """A PEFT LoRA folder for which engines serve the base without a word; one change of the prefix mends it."""
+    """A PEFT LoRA folder for which engines silently serve the base; one change of the prefix corrects it."""
     return _renamed_folder(llama, "prefixed", r"model\.model\.layers", "model.inner.model.layers")
 
 
 def a_folder_with_a_layer_that_the_model_lacks(llama: Tenants) -> Path:
-    """A PEFT LoRA folder of which no change of the prefix mends all keys."""
+    """A PEFT LoRA folder whose keys no change of the prefix corrects."""
     return _renamed_folder(llama, "seventh", r"\.layers\.1\.", ".layers.7.")
 
 
-def a_folder_with_a_key_that_nobody_knows(llama: Tenants) -> Path:
-    """A PEFT LoRA folder with a key that has no meaning."""
+def a_folder_with_an_unknown_key(llama: Tenants) -> Path:
+    """A PEFT LoRA folder with a key that no method defines."""
     return _renamed_folder(llama, "unknown", r"(layers\.0\.self_attn\.q_proj\.lora)_A", r"\1_X")
 
 
@@ -181,14 +181,14 @@ def _not_finite(tensors: dict[str, torch.Tensor]) -> None:
     tensors[key].view(-1)[-1] = float("nan")
 
 
-def with_a_number_that_is_none(llama: Tenants) -> Path:
-    """An artifact with a NaN; all hashes are right."""
+def with_nan(llama: Tenants) -> Path:
+    """An artifact with a NaN; all hashes are correct."""
     artifact = llama.artifact("lora")
     made = artifact.with_name("not-finite")
     return made if made.is_dir() else tampered(artifact, made.name, _not_finite)
 
 
-def a_folder_with_a_number_that_is_none(llama: Tenants) -> Path:
+def a_folder_with_nan(llama: Tenants) -> Path:
     """A PEFT LoRA folder with a NaN."""
 
     def write(folder: Path) -> None:
@@ -200,13 +200,13 @@ def a_folder_with_a_number_that_is_none(llama: Tenants) -> Path:
 
 
 BAD: Mapping[str, Bad] = {
-    "a number that is none": Bad(made=with_a_number_that_is_none, words=("sc309", "nan")),
-    "a folder with a number that is none": Bad(made=a_folder_with_a_number_that_is_none, words=("sc309",)),
+    "NaN": Bad(made=with_nan, words=("sc309", "nan")),
+    "a folder with NaN": Bad(made=a_folder_with_nan, words=("sc309",)),
     "a base with other weights": Bad(made=of_a_base_with_other_weights, words=("base", "content")),
     "a base with other shapes": Bad(made=of_a_base_with_other_shapes, words=("base",)),
     "a site that the model lacks": Bad(made=with_a_site_that_the_model_lacks, words=("model.layers.7.",)),
     "a changed byte": Bad(made=with_a_changed_byte, words=("sha256",)),
-    "no rank file": Bad(made=without_its_rank_file, words=("rank-00000-of-00001.safetensors",)),
+    "no rank file": Bad(made=without_its_rank_file, words=("rank-00000-of-00001.",)),
     "no shared factors": Bad(made=without_its_shared_factors, words=("factor",)),
     "a later format": Bad(made=of_a_later_format, words=("9.0",)),
     "a broken manifest": Bad(made=with_a_broken_manifest, words=("manifest",)),
@@ -224,7 +224,7 @@ BAD: Mapping[str, Bad] = {
     "a folder with a layer that the model lacks": Bad(
         made=a_folder_with_a_layer_that_the_model_lacks, words=("layers.7.",)
     ),
-    "a folder with a key that nobody knows": Bad(made=a_folder_with_a_key_that_nobody_knows, words=("lora_x",)),
+    "a folder with an unknown key": Bad(made=a_folder_with_an_unknown_key, words=("lora_x",)),
     "an empty folder": Bad(made=an_empty_folder, words=("empty",)),
     "nothing": Bad(made=nowhere, words=("nowhere",)),
 }

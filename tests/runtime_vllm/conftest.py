@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Engine, started
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Engine, Engines
+from tests.runtime_vllm.engine_forks import connected
 
 if TYPE_CHECKING:
     from tests.runtime_vllm.adapters_by_method import Tenants
 
-# Read when torch is imported: tiny models are fastest on one thread, and the engine wants the other core.
+# Read when torch is imported: tiny models are fastest on one thread, and the engine uses the other core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SMOLLM2 = "SCUTE_TEST_SMOLLM2"
 """Environment variable: a folder with SmolLM2-135M."""
+
+
+@pytest.fixture(scope="session")
+def engines(shared_folder: Path) -> Iterator[Engines]:
+    """Starts engines from a process that has imported vLLM, the same for every worker."""
+    with connected(shared_folder) as forks:
+        yield Engines(forks=forks, logs=shared_folder / "logs")
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +43,7 @@ def qwen2(base_folder: Callable[[str], Path], shared_folder: Path) -> Tenants:
 
 @pytest.fixture(scope="session")
 def smollm2(shared_folder: Path) -> Tenants:
-    """Adapters of SmolLM2-135M, where its folder is named."""
+    """Adapters of SmolLM2-135M, if the environment names its folder."""
     from tests.runtime_vllm.adapters_by_method import Tenants
 
     folder = os.environ.get(SMOLLM2)
@@ -45,17 +53,16 @@ def smollm2(shared_folder: Path) -> Tenants:
 
 
 PROCESSES: Mapping[str, Mapping[str, str]] = {"in several": SEVERAL_PROCESSES, "in one process": {}}
-"""Engines as they are served, and as a debugger wants them; the other files' engines run in one process anyway."""
+"""Engines as they are served, and as they are debugged; the engines of most files run in one process."""
 LONG = "SCUTE_TEST_LONG"
 
 
 @pytest.fixture(scope="session", params=PROCESSES if os.environ.get(LONG) == "1" else tuple(PROCESSES)[:1])
-def crowded(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    """An engine with two slots and a place for one more adapter, and with a prefix cache of blocks of 32 tokens."""
-    log = shared_folder / "logs" / f"crowded-{request.param[3:]}"
-    with started(
+def crowded(request: pytest.FixtureRequest, llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    """An engine with max_loras 2, max_cpu_loras 3, and a prefix cache of blocks of 32 tokens."""
+    with engines.started(
+        f"crowded-{request.param[3:]}",
         llama.base,
-        log,
         settings=PROCESSES[request.param],
         enable_prefix_caching=True,
         block_size=32,

@@ -1,32 +1,20 @@
-"""Starts engines and talks to them: one process each, so that no test inherits another's vLLM."""
+"""Starts engines, each in a process of its own, and talks to them."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from select import select
 from typing import Any, TypeVar
 
-PROGRAM = Path(__file__).with_name("engine_program.py")
-STARTING, PATIENCE = 240.0, 180.0
-"""Seconds that a start and an answer may take; on two idle cores it is 6 to 20, and less than one."""
+from scute_compile.runtime_vllm.hooks import Hook
+from tests.runtime_vllm.engine_forks import STARTING, Fork, Forks
+
+PATIENCE = 180.0
+"""Seconds that an answer may take; on two idle cores it is less than one."""
 MOST_STARTS = 4
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 OPTIONS: Mapping[str, object] = {
     "skip_tokenizer_init": True,
@@ -39,17 +27,18 @@ OPTIONS: Mapping[str, object] = {
     "max_model_len": 64,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 32 << 20,
     "max_logprobs": 128,
     "logprobs": 128,
 }
-"""The tiny bases have 128 tokens: every step is compared over the whole vocabulary."""
+"""The tiny bases have a vocabulary of 128: every step is compared over all of it."""
 
 
 class RefusedError(Exception):
-    """What the engine refused: the text that a user would read."""
+    """A refusal of the engine, with the text that a user would read."""
 
     def __init__(self, text: str, *, left: int = 0) -> None:
-        """Remember how many requests of the call the engine still has."""
+        """Take the text, and how many requests of the call the engine still has."""
         super().__init__(text)
         self.left = left
 
@@ -57,20 +46,20 @@ class RefusedError(Exception):
 Value = TypeVar("Value")
 
 
-def tried(act: Callable[[], Value]) -> Value | RefusedError:
-    """Return what was answered, or the refusal: for questions that have two right answers."""
+def tried(ask: Callable[[], Value]) -> Value | RefusedError:
+    """Return the answer, or the refusal, for requests that may be answered or refused."""
     try:
-        return act()
+        return ask()
     except RefusedError as refused:
         return refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What a request names: fields of vLLM's `LoRARequest`."""
+    """The adapter of a request: fields of vLLM's `LoRARequest`."""
 
     name: str
-    number: int
+    lora_id: int
     path: str
     in_place: bool = False
 
@@ -85,80 +74,57 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the engine answered to one row."""
+    """The engine's answer to one row."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[Mapping[int, float], ...]
     """Per new token: log-probabilities by token."""
     ended: str
-    """Why it ended: `length`, or `abort` where the engine refused it."""
+    """Why it ended: `length`, or `abort` if the engine refused it."""
     cached: int
     """Tokens of the prompt that came from the prefix cache."""
 
 
 class Engine:
-    """One engine; it is started again when a command left it hanging or ended it, a few times at most."""
+    """One engine; if a command hangs or ends it, it is started again, a few times at most."""
 
-    def __init__(self, options: Mapping[str, object], settings: Mapping[str, str], log: Path) -> None:
+    def __init__(self, forks: Forks, options: Mapping[str, object], settings: Mapping[str, str], log: Path) -> None:
         """Start it."""
-        self._options, self._settings, self._log = options, settings, log
+        self._forks, self._options, self._settings, self._log = forks, options, settings, log
         self._starts = 0
-        self._process: subprocess.Popen[str] | None = None
+        self._fork: Fork | None = None
         self._start()
 
     def _start(self) -> None:
         assert self._starts < MOST_STARTS, "the engine was lost too often; see the tests before this one"
         self._starts += 1
-        reading, writing = os.pipe()
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a") as written:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM), str(writing)],
-                stdin=subprocess.PIPE,
-                stdout=written,
-                stderr=written,
-                env={**os.environ, **SETTINGS, **self._settings},
-                pass_fds=(writing,),
-                text=True,
-                start_new_session=True,
-            )
-        os.close(writing)
-        self._reading, self._rest = reading, b""
-        self._send(self._options)
+        self._log.touch()
+        self._fork = self._forks.start(options=self._options, settings=self._settings, log=self._log)
         self._receive(STARTING)
 
     @property
     def log(self) -> str:
-        """What the engine's processes have written so far."""
+        """The output of the engine's processes so far."""
         return self._log.read_text(errors="replace")
 
-    def _line(self, patience: float) -> str:
-        while b"\n" not in self._rest:
-            ready, _, _ = select([self._reading], [], [], patience)
-            part = os.read(self._reading, 1 << 20) if ready else b""
-            if not part:
-                self._kill()
-                raise AssertionError(f"the engine {'ended' if ready else 'hangs'}\n{self.log[-3000:]}")
-            self._rest += part
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line.decode()
-
     def _kill(self) -> None:
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            os.close(self._reading)
-            self._process = None
+        if self._fork is not None:
+            self._fork.end(0)
+            self._fork = None
 
     def _send(self, command: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
+        assert self._fork is not None
+        self._fork.send(json.dumps(command))
 
     def _receive(self, patience: float) -> Any:  # noqa: ANN401 - JSON
-        answer = json.loads(self._line(patience))
+        assert self._fork is not None
+        try:
+            answer = json.loads(self._fork.line(patience))
+        except (EOFError, OSError) as error:
+            self._kill()
+            raise AssertionError(f"the engine hangs or has ended: {error!r}\n{self.log[-3000:]}") from None
         if "refused" in answer:
             if "EngineDeadError" in answer["refused"]:
                 self._kill()
@@ -166,18 +132,18 @@ class Engine:
             raise RefusedError(answer["refused"], left=answer["left"])
         return answer["value"]
 
-    def ask(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - JSON
-        """Send a command and wait for its value; a refusal is raised."""
-        if self._process is None:
+    def ask(self, command: str, /, **arguments: object) -> Any:  # noqa: ANN401 - JSON
+        """Send a command and return its value; a refusal is raised."""
+        if self._fork is None:
             self._start()
-        self._send([name, arguments])
+        self._send([command, arguments])
         return self._receive(PATIENCE)
 
     def generate(self, rows: Sequence[Row], *, tokens: int = 8, partly: bool = False) -> tuple[Answer, ...]:
-        """Answer all rows in one batch, greedily.
+        """Answer all rows in one batch with the most likely tokens.
 
-        A client of another process sees a refused request end without tokens, and reads why in the log: that is raised
-        as well, unless `partly` asks for the other rows.
+        With several processes, a refused request ends without tokens, and the log has the reason. That is raised as
+        well, unless `partly` asks for the answers to the other rows.
         """
         written = len(self.log)
         answers = _answers(rows, self.ask("generate", rows=[asdict(row) for row in rows], tokens=tokens))
@@ -185,46 +151,55 @@ class Engine:
             raise RefusedError(self.log[written:])
         return answers
 
-    def interrupted(
-        self, rows: Sequence[Row], *, loading: Sequence[Adapter], steps: int = 3, tokens: int = 8
-    ) -> tuple[Answer, ...]:
-        """Answer rows; other adapters are loaded after a few steps."""
-        others = [asdict(adapter) for adapter in loading]
-        sent = [asdict(row) for row in rows]
-        return _answers(rows, self.ask("interrupted", rows=sent, tokens=tokens, steps=steps, adapters=others))
-
     def meanwhile(
-        self, rows: Sequence[Row], acts: Sequence[tuple[str, object]], *, steps: int = 3, tokens: int = 8
+        self, rows: Sequence[Row], operations: Sequence[tuple[str, object]], *, steps: int = 3, tokens: int = 8
     ) -> tuple[tuple[Answer, ...], tuple[str, ...]]:
-        """Answer rows; after a few steps other things happen. Returns what each act was refused with, "" for none."""
-        sent = [[name, asdict(value) if isinstance(value, Adapter) else value] for name, value in acts]
-        answers, said = self.ask("meanwhile", rows=[asdict(row) for row in rows], tokens=tokens, steps=steps, acts=sent)
-        return _answers(rows, answers), tuple(one.get("refused", "") for one in said)
+        """Answer rows, and run operations after a few steps; returns also each operation's refusal, "" for none."""
+        sent = [[name, asdict(value) if isinstance(value, Adapter) else value] for name, value in operations]
+        rows_sent = [asdict(row) for row in rows]
+        answers, results = self.ask("meanwhile", rows=rows_sent, tokens=tokens, steps=steps, operations=sent)
+        return _answers(rows, answers), tuple(result.get("refused", "") for result in results)
 
     def load(self, adapter: Adapter) -> bool:
-        """Load an adapter; whether it was new."""
+        """Load an adapter; returns whether it was new."""
         return bool(self.ask("load", adapter=asdict(adapter)))
 
     def unload(self, adapter: Adapter) -> bool:
-        """Unload an adapter; whether it was loaded."""
-        return bool(self.ask("unload", number=adapter.number))
+        """Unload an adapter; returns whether it was loaded."""
+        return bool(self.ask("unload", lora_id=adapter.lora_id))
 
     def pin(self, adapter: Adapter) -> bool:
-        """Keep an adapter loaded whatever comes."""
-        return bool(self.ask("pin", number=adapter.number))
+        """Keep an adapter loaded."""
+        return bool(self.ask("pin", lora_id=adapter.lora_id))
 
     def loaded(self) -> tuple[int, ...]:
-        """Return the numbers of the adapters that are loaded."""
+        """Return the ids of the loaded adapters."""
         return tuple(self.ask("loaded"))
 
+    def hook_faults(self) -> dict[str, str | None]:
+        """Return the fault of each row of the plugin's table of hooks, by owner and name."""
+        faults: dict[str, str | None] = self.ask("hook_faults")
+        return faults
+
+    def install_hooks(self, planted: Hook) -> tuple[list[str], set[str]]:
+        """Install the table of hooks and one more row; returns what is missing, and which attributes changed."""
+        missing, replaced = self.ask("install_hooks", **asdict(planted))
+        return missing, set(replaced)
+
+    @contextmanager
+    def with_option(self, name: str, value: object) -> Iterator[None]:
+        """Run the block with another value of an option of the plugin's manager or of LoRA; false after it."""
+        self.ask("set_option", name=name, value=value)
+        try:
+            yield
+        finally:
+            self.ask("set_option", name=name, value=False)
+
     def stop(self) -> None:
-        """End the process and all that it started."""
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(20)
-        self._kill()
+        """End the engine's processes."""
+        if self._fork is not None:
+            self._fork.end(20)
+            self._fork = None
 
 
 def _answers(rows: Sequence[Row], values: Sequence[Mapping[str, Any]]) -> tuple[Answer, ...]:
@@ -238,17 +213,31 @@ def _answers(rows: Sequence[Row], values: Sequence[Mapping[str, Any]]) -> tuple[
         )
         for value in values
     )
-    assert [answer.prompt for answer in answers] == [row.prompt for row in rows], "other rows than were asked for"
+    assert [answer.prompt for answer in answers] == [row.prompt for row in rows], "the answers are for other rows"
     return answers
 
 
-@contextmanager
-def started(
-    model: Path, log: Path, *, settings: Mapping[str, str] | None = None, **options: object
-) -> Iterator[Engine]:
-    """Start an engine on a base; `settings` are environment variables, `options` go to `vllm.LLM`."""
-    engine = Engine({**OPTIONS, **options, "model": str(model)}, settings or {}, log)
-    try:
-        yield engine
-    finally:
-        engine.stop()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """Starts engines; their logs lie in one folder."""
+
+    forks: Forks
+    logs: Path
+
+    @contextmanager
+    def started(
+        self, name: str, model: Path, *, settings: Mapping[str, str] | None = None, **options: object
+    ) -> Iterator[Engine]:
+        """Start an engine on a base.
+
+        Args:
+            name: Of its log.
+            model: The base's folder.
+            settings: Environment variables.
+            options: Arguments of `vllm.LLM` that differ from `OPTIONS`.
+        """
+        engine = Engine(self.forks, {**OPTIONS, **options, "model": str(model)}, settings or {}, self.logs / name)
+        try:
+            yield engine
+        finally:
+            engine.stop()

@@ -1,20 +1,29 @@
-"""One vLLM engine in a process of its own: reads commands from standard input, answers on a file descriptor.
+"""What a forked process runs: one vLLM engine, which reads commands from a socket, or vLLM's OpenAI server.
 
 Every command is a line of JSON, `[name, arguments]`, and so is every answer: `{"value": ...}`, or `{"refused": text,
-"left": count}` with the text of the whole chain of exceptions, and how many requests of the call the engine still has.
-The first line holds the engine's options.
+"left": count}` with the text of the whole chain of exceptions, and the number of requests that the call has left in the
+engine.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import runpy
 import shutil
+import signal
+import socket
 import sys
+import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NoReturn
 
 import torch
+import vllm
 from torch._dynamo.backends.common import aot_autograd
 from vllm import LLM, SamplingParams
 from vllm.config import CUDAGraphMode
@@ -23,9 +32,12 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 Json = Any
-IN_ONE_PROCESS = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
 STEPS = 100
-"""More than any request here needs."""
+"""More than any request of the tests needs."""
+
+
+def _in_one_process() -> bool:
+    return os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 def _request(adapter: Mapping[str, Json] | None) -> LoRARequest | None:
@@ -33,14 +45,14 @@ def _request(adapter: Mapping[str, Json] | None) -> LoRARequest | None:
         return None
     return LoRARequest(
         lora_name=adapter["name"],
-        lora_int_id=adapter["number"],
+        lora_int_id=adapter["lora_id"],
         lora_path=adapter["path"],
         load_inplace=adapter.get("in_place", False),
     )
 
 
 def _row(output: Json) -> Json:
-    """One finished request: its tokens, what the engine thought of each, and how much came from the prefix cache."""
+    """Return a finished request: its tokens, their log-probabilities, and how many came from the prefix cache."""
     first = output.outputs[0]
     return {
         "prompt": list(output.prompt_token_ids),
@@ -52,10 +64,10 @@ def _row(output: Json) -> Json:
 
 
 class Commands:
-    """What a test can ask of the engine."""
+    """The commands of a test to its engine."""
 
     def __init__(self, options: Mapping[str, Json]) -> None:
-        """Start the engine; `logprobs` is how many tokens of every step are reported."""
+        """Start the engine; the option `logprobs` is the number of tokens that each step reports."""
         options = dict(options)
         self.logprobs = options.pop("logprobs")
         self.llm = LLM(**options)
@@ -66,7 +78,7 @@ class Commands:
         )
 
     def generate(self, rows: list[Json], tokens: int) -> Json:
-        """Answer all rows in one batch, greedily."""
+        """Answer all rows in one batch with the most likely tokens."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": row["prompt"]} for row in rows],
             self._sampling(tokens),
@@ -75,66 +87,49 @@ class Commands:
         )
         return [_row(output) for output in outputs]
 
-    def interrupted(self, rows: list[Json], tokens: int, steps: int, adapters: list[Json]) -> Json:
-        """Answer rows, and load other adapters after `steps` steps, while the rows are in flight."""
-        engine = self.llm.llm_engine
-        for number, row in enumerate(rows):
-            prompt = {"prompt_token_ids": row["prompt"]}
-            request = _request(row["adapter"])
-            engine.add_request(f"row {number}", prompt, self._sampling(tokens), lora_request=request)
-        finished = {}
-        taken = 0
-        while engine.has_unfinished_requests():
-            if taken == steps:
-                for adapter in adapters:
-                    engine.add_lora(_request(adapter))
-            taken += 1
-            finished.update({done.request_id: done for done in engine.step() if done.finished})
-        return [_row(finished[f"row {number}"]) for number in range(len(rows))]
+    def meanwhile(self, rows: list[Json], tokens: int, steps: int, operations: list[Json]) -> Json:
+        """Answer rows, and run operations after `steps` steps; each may be refused.
 
-    def meanwhile(self, rows: list[Json], tokens: int, steps: int, acts: list[Json]) -> Json:
-        """Answer rows; after `steps` steps other things happen, each of which may be refused.
-
-        An act is `["remove", folder]`, `["load", adapter]` or `["unload", number]`.
+        An operation is `["remove", folder]`, `["load", adapter]` or `["unload", lora_id]`.
         """
         engine = self.llm.llm_engine
         for number, row in enumerate(rows):
             prompt = {"prompt_token_ids": row["prompt"]}
             request = _request(row["adapter"])
             engine.add_request(f"row {number}", prompt, self._sampling(tokens), lora_request=request)
-        does: dict[str, Callable[[Json], Json]] = {"remove": shutil.rmtree, "load": self.load, "unload": self.unload}
-        finished, said, taken = {}, [], 0
+        runs: dict[str, Callable[[Json], Json]] = {"remove": shutil.rmtree, "load": self.load, "unload": self.unload}
+        finished, answers, step = {}, [], 0
         while engine.has_unfinished_requests():
-            if taken == steps:
-                said = [_answer(lambda: does[name](value), lambda: 0) for name, value in acts]  # noqa: B023 - called at once
-            taken += 1
+            if step == steps:
+                answers = [_answered(lambda: runs[name](value), lambda: 0) for name, value in operations]  # noqa: B023 - called at once
+            step += 1
             finished.update({done.request_id: done for done in engine.step() if done.finished})
-        return [[_row(finished[f"row {number}"]) for number in range(len(rows))], said]
+        return [[_row(finished[f"row {number}"]) for number in range(len(rows))], answers]
 
     def load(self, adapter: Json) -> Json:
         """Load an adapter."""
         return self.llm.llm_engine.add_lora(_request(adapter))
 
-    def unload(self, number: int) -> Json:
+    def unload(self, lora_id: int) -> Json:
         """Unload an adapter."""
-        return self.llm.llm_engine.remove_lora(number)
+        return self.llm.llm_engine.remove_lora(lora_id)
 
-    def pin(self, number: int) -> Json:
+    def pin(self, lora_id: int) -> Json:
         """Keep an adapter loaded."""
-        return self.llm.llm_engine.pin_lora(number)
+        return self.llm.llm_engine.pin_lora(lora_id)
 
     def loaded(self) -> Json:
-        """Return the numbers of the adapters that are loaded."""
+        """Return the ids of the loaded adapters."""
         return sorted(self.llm.llm_engine.list_loras())
 
     def _runner(self) -> Json:
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def block_code(self, number: int) -> str:
-        """Return what a compiler is given of one block's products: the code of its graph, with numbered inputs."""
+        """Return the code of the graph that a compiler gets for one block's linear layers, with numbered inputs."""
         runner, codes = self._runner(), []
 
-        def noted(graph: torch.fx.GraphModule, _: Json) -> Callable[..., Json]:
+        def record(graph: torch.fx.GraphModule, _: Json) -> Callable[..., Json]:
             codes.append(graph.code)
             return graph.forward
 
@@ -147,13 +142,41 @@ class Commands:
             return down
 
         with torch.inference_mode(), set_forward_context(None, runner.vllm_config):
-            compiled = torch.compile(products, backend=aot_autograd(fw_compiler=noted), fullgraph=True)
+            compiled = torch.compile(products, backend=aot_autograd(fw_compiler=record), fullgraph=True)
             compiled(torch.zeros(2, model.config.hidden_size, dtype=runner.dtype))
         (code,) = codes
         return str(code)
 
+    def hook_faults(self) -> Json:
+        """Return the fault of each row of the plugin's table of hooks, by owner and name."""
+        from scute_compile.runtime_vllm.hooks import GRAPH_HOOKS, HOOKS
+
+        return {f"{hook.owner}.{hook.name}": hook.fault() for hook in (*HOOKS, *GRAPH_HOOKS)}
+
+    def install_hooks(self, **planted: Json) -> Json:
+        """Install the table of hooks and one more row; return what is missing, and which attributes changed."""
+        from scute_compile.runtime_vllm.hooks import HOOKS, Hook, install
+
+        before = _values_of_hooks()
+        parameters = planted.pop("parameters")
+        hook = Hook(**planted, parameters=None if parameters is None else tuple(parameters))
+        missing = install((*HOOKS, hook))
+        return [missing, [name for name, value in _values_of_hooks().items() if value is not before[name]]]
+
+    def set_option(self, name: str, value: Json) -> None:
+        """Give an attribute of the plugin's manager, its options or its LoRA configuration another value."""
+        manager = self._runner().lora_manager._adapter_manager
+        if hasattr(manager.options, name):
+            manager.options = replace(manager.options, **{name: value})
+        else:
+            setattr(manager if hasattr(manager, name) else manager.lora_config, name, value)
+
+    def version(self) -> str:
+        """Return vLLM's version."""
+        return str(vllm.__version__)
+
     def additions(self) -> int:
-        """Return how often vLLM's kernels have added to logits since this was last asked; at first, begin to count."""
+        """Return how often vLLM's kernels have added to logits since the last call; the first call begins to count."""
         (punica,) = self._runner().lora_manager._adapter_manager.punica_wrapper_mapping.values()
         adds = punica.add_lora_logits
         if not hasattr(adds, "calls"):
@@ -168,13 +191,13 @@ class Commands:
         return int(calls)
 
     def lose_buffers_of_logits(self) -> None:
-        """Leave vLLM's buffers as they may be after a deep sleep: full of what others wrote to their memory."""
+        """Overwrite vLLM's buffers, as a deep sleep may leave them."""
         head = self._runner().get_model().logits_processor
         head.lora_a_stacked.fill_(torch.nan)
         head.lora_b_stacked.fill_(torch.nan)
 
     def logits_equal_the_bases(self, rows: int) -> bool:
-        """Whether the engine's logits of random rows have the bits of those that it computes without LoRA."""
+        """Whether the engine's logits of random rows equal, bit for bit, those that it computes without LoRA."""
         runner = self._runner()
         model = runner.get_model()
         hidden = torch.randn(rows, model.config.hidden_size, dtype=runner.dtype)
@@ -184,16 +207,16 @@ class Commands:
         return torch.equal(logits, plain)
 
     def rehearse(self, tokens: int, adapters: int) -> Json:
-        """Run a step as vLLM does before and in a capture: whether it was adapted, and whether as a rehearsal."""
+        """Run a step as vLLM does before and in a capture; returns whether it had adapters and whether it rehearsed."""
         runner = self._runner()
         steps = runner.lora_manager._adapter_manager.steps
         runner._dummy_run(tokens, num_active_loras=adapters, remove_lora=False)
-        return [steps.adapted(), steps.rehearses(tokens)]
+        return [steps.adapted, steps.rehearses(tokens)]
 
     def graphs(self, rows: list[Json], tokens: int) -> Json:
-        """Answer rows; return for how many active adapters the graph of each step would be, were there any here.
+        """Answer rows as a GPU would; returns the number of active adapters of each step's graph.
 
-        And those of the largest size, in the order in which they would be captured.
+        Also those of the graphs of the largest size, in the order of their capture.
         """
         dispatcher, chosen = self._runner().cudagraph_dispatcher, []
         config = dispatcher.compilation_config
@@ -202,38 +225,43 @@ class Commands:
         gpu.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY)
         dispatch = dispatcher.dispatch
 
-        def noted(*args: Json, **named: Json) -> Json:
+        def recorded(*args: Json, **named: Json) -> Json:
             chosen.append(gpu.dispatch(*args, **named)[1].num_active_loras)
             return dispatch(*args, **named)
 
-        dispatcher.dispatch = noted
+        dispatcher.dispatch = recorded
         try:
             self.generate(rows, tokens)
         finally:
             del dispatcher.dispatch
         ((_, captured),) = gpu.get_capture_descs()
-        return [chosen, [one.num_active_loras for one in captured if one.num_tokens == captured[0].num_tokens]]
+        return [chosen, [graph.num_active_loras for graph in captured if graph.num_tokens == captured[0].num_tokens]]
 
     def end_of_rehearsals(self) -> Json:
-        """Remove the stand-ins, as vLLM does after captures: whether steps are still taken for rehearsals."""
+        """Remove the stand-ins, as vLLM does after captures; returns whether steps still rehearse."""
         runner = self._runner()
         runner.maybe_remove_all_loras(runner.lora_config)
         return runner.lora_manager._adapter_manager.steps.rehearsing
 
     def left(self) -> int:
-        """Return how many requests are there for ever after a call was refused, and remove them.
+        """Remove the requests that a refused call has left in the engine, and return their number.
 
-        With such a request the next call would never return. In several processes a step waits for the others, so this
-        can't be asked.
+        With such a request the next call would not return. With several processes it is 0: a step would wait for them.
         """
         engine = self.llm.llm_engine
-        for _ in range(STEPS if IN_ONE_PROCESS else 0):
+        for _ in range(STEPS if _in_one_process() else 0):
             if not engine.has_unfinished_requests():
                 return 0
             engine.step()
-        stale = list(engine.output_processor.request_states) if IN_ONE_PROCESS else []
+        stale = list(engine.output_processor.request_states) if _in_one_process() else []
         engine.abort_request(stale, internal=True)
         return len(stale)
+
+
+def _values_of_hooks() -> dict[str, Json]:
+    from scute_compile.runtime_vllm.hooks import HOOKS
+
+    return {f"{hook.owner}.{hook.name}": getattr(resolve_name(hook.owner), hook.name) for hook in HOOKS}
 
 
 def _chain(error: BaseException | None) -> str:
@@ -244,26 +272,63 @@ def _chain(error: BaseException | None) -> str:
     return "\n".join(texts)
 
 
-def _answer(act: Callable[[], Json], left: Callable[[], int]) -> Json:
+def _answered(run: Callable[[], Json], left: Callable[[], int]) -> Json:
     try:
-        return {"value": act()}
-    except Exception as error:  # noqa: BLE001 - the test reads what was refused, and why
+        return {"value": run()}
+    except Exception as error:  # noqa: BLE001 - the test reads the refusal
         return {"refused": _chain(error), "left": left()}
 
 
-def main() -> None:
-    """Serve commands until standard input ends."""
-    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
-        commands: list[Commands] = []
-        started = _answer(lambda: commands.append(Commands(json.loads(sys.stdin.readline()))), lambda: 0)
-        print(json.dumps(started), file=answers)
-        for line in sys.stdin if commands else ():
-            name, arguments = json.loads(line)
-            command = getattr(commands[0], name)
-            print(json.dumps(_answer(lambda: command(**arguments), commands[0].left)), file=answers)  # noqa: B023 - called at once
-    if IN_ONE_PROCESS:
-        os._exit(0)  # nothing to put away, and the interpreter takes seconds to take vLLM apart
+def run(connection: socket.socket, *, settings: Mapping[str, str], log: str, **arguments: Json) -> NoReturn:
+    """Turn this process, which was just forked, into an engine or a server.
+
+    Args:
+        connection: An engine reads commands from it, and answers on it until it is closed. The first line is the id of
+            the process, which holds it until the process ends.
+        settings: Environment variables.
+        log: A file that takes what the processes write.
+        arguments: `options`, those of `vllm.LLM` and `logprobs`, or `command_line`, that of vLLM's OpenAI server.
+    """
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(settings)
+    with Path(log).open("ab") as written:
+        os.dup2(written.fileno(), 1)
+        os.dup2(written.fileno(), 2)
+    _fork_processes()
+    os.register_at_fork(after_in_child=connection.close)  # the connection ends with this process alone
+    connection.sendall(f"{os.getpid()}\n".encode())
+    try:
+        if "options" in arguments:
+            _run_engine(connection, arguments["options"])
+        else:
+            sys.argv[1:] = arguments["command_line"]
+            runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    except Exception:  # noqa: BLE001 - written to the log, since nothing else can report it
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # never into the code of the process that was forked
 
 
-if __name__ == "__main__":
-    main()
+def _run_engine(connection: socket.socket, options: Json) -> None:
+    def answer(value: Json) -> None:
+        connection.sendall(json.dumps(value).encode() + b"\n")
+
+    commands: list[Commands] = []
+    answer(_answered(lambda: commands.append(Commands(options)), lambda: 0))
+    for line in connection.makefile() if commands else ():
+        name, arguments = json.loads(line)
+        command = getattr(commands[0], name)
+        answer(_answered(lambda: command(**arguments), commands[0].left))  # noqa: B023 - called at once
+    if commands and not _in_one_process():
+        commands[0].llm.llm_engine.engine_core.shutdown()
+
+
+def _fork_processes() -> None:
+    """Let vLLM fork its other processes from this one, in which everything is imported; on CPUs it would spawn them."""
+    get_context = multiprocessing.get_context
+
+    def forking(method: str | None = None) -> Json:
+        return get_context("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = forking

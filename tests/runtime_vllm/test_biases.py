@@ -1,24 +1,23 @@
-"""On a base whose q, k and v have biases, the shift `b` is right for every method that needs one."""
+"""On a base whose q, k and v have biases, the shift `b` is correct for every method that needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
-from tests.runtime_vllm.engine import Answer, Engine, Row, started
+from tests.runtime_vllm.engine import Answer, Engine, Engines, Row
 from tests.support.artifact_files import tampered
 from tests.support.dropped_slots import DROPPED
 
 NAMES = (None, "dora", "ia3", "lora-bias-on-b", "lora-base-bias", "oft", "vera")
-LOST = ("s of DoRA", "s of IA3", *(what for what, (_, base, _) in DROPPED.items() if base == "qwen2"))
+DROPS = ("s of DoRA", "s of IA3", *(what for what, (_, base, _) in DROPPED.items() if base == "qwen2"))
 
 
 @pytest.fixture(scope="module")
-def engine(qwen2: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    with started(qwen2.base, shared_folder / "logs" / "biases") as running:
+def engine(qwen2: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("biases", qwen2.base) as running:
         yield running
 
 
@@ -33,10 +32,10 @@ def test_each_row_equals_peft_beside_biases(name: str | None, batch: dict[str | 
     qwen2.assert_equal(batch[name], name)
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_a_lost_slot_is_noticed_beside_biases(what: str, engine: Engine, qwen2: Tenants) -> None:
+@pytest.mark.parametrize("what", DROPS)
+def test_a_dropped_slot_changes_the_answer_beside_biases(what: str, engine: Engine, qwen2: Tenants) -> None:
     recipe, _, drop = DROPPED[what]
-    damaged = tampered(qwen2.artifact(recipe), f"without-{LOST.index(what)}", drop)
-    lost, whole = engine.generate([Row(prompt=prompt_of(3), adapter=qwen2.request(damaged)), qwen2.row(recipe, 3)])
+    damaged = tampered(qwen2.artifact(recipe), f"without-{DROPS.index(what)}", drop)
+    dropped, whole = engine.generate([Row(prompt=prompt_of(3), adapter=qwen2.request(damaged)), qwen2.row(recipe, 3)])
     qwen2.assert_equal(whole, recipe)
-    assert qwen2.difference(lost, recipe).worst > 10 * BOUND
+    assert qwen2.difference(dropped, recipe).worst > 10 * BOUND

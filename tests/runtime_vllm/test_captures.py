@@ -1,28 +1,27 @@
-"""What compilation and captures of graphs see of the plugin, as far as a CPU can show it."""
+"""The plugin under compilation and graph capture, as far as a CPU can run them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import Tenants
-from tests.runtime_vllm.engine import Engine, started
+from tests.runtime_vllm.engine import Engine, Engines
 
-SLOTS = 3
+MAX_LORAS = 3
 
 
 @pytest.fixture(scope="module")
-def engine(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    with started(llama.base, shared_folder / "logs" / "captures", max_loras=SLOTS) as running:
+def engine(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("captures", llama.base, max_loras=MAX_LORAS) as running:
         yield running
 
 
-def test_all_blocks_of_a_model_are_the_same_code_to_a_compiler(engine: Engine) -> None:
-    """Compiled once then, where each block's own would be compiled one by one."""
+def test_all_blocks_of_a_model_compile_to_the_same_code(engine: Engine) -> None:
+    """A compiler then compiles it once for all blocks."""
     first, second = (engine.ask("block_code", number=number) for number in (0, 1))
     assert len(re.findall(r"scute\.engine_linear", first)) == 2  # gate_up and down
     assert first == second
@@ -30,7 +29,7 @@ def test_all_blocks_of_a_model_are_the_same_code_to_a_compiler(engine: Engine) -
 
 @pytest.mark.parametrize("tokens", [1, 2, 16])
 def test_a_captured_graph_for_adapters_holds_them_and_one_for_the_base_does_not(tokens: int, engine: Engine) -> None:
-    for stand_ins in (SLOTS + 1, 0, 1):  # as vLLM captures: for any number of adapters, for the base, for one
+    for stand_ins in (MAX_LORAS + 1, 0, 1):  # as vLLM captures: for any number of adapters, for none, for one
         adapted, rehearsed = engine.ask("rehearse", tokens=tokens, adapters=stand_ins)
         assert adapted == (stand_ins > 0)
         assert rehearsed
@@ -39,7 +38,7 @@ def test_a_captured_graph_for_adapters_holds_them_and_one_for_the_base_does_not(
 
 def test_steps_after_captures_are_ordinary_ones(engine: Engine, llama: Tenants) -> None:
     names = ("lora", None, "dora")
-    engine.ask("rehearse", tokens=len(names), adapters=SLOTS + 1)
+    engine.ask("rehearse", tokens=len(names), adapters=MAX_LORAS + 1)
     engine.ask("end_of_rehearsals")
     llama.assert_served(engine, *names)
     llama.assert_served(engine, None, None)
@@ -48,10 +47,10 @@ def test_steps_after_captures_are_ordinary_ones(engine: Engine, llama: Tenants) 
 @pytest.mark.parametrize(
     ("names", "graph"),
     [
-        (("lora", "dora", "ia3"), SLOTS + 2),  # plain steps have graphs of their own
-        (("lora", "vera", None), SLOTS + 1),
-        (("dora", None), SLOTS + 2),  # after a step that was not plain
-        (("oft",), SLOTS + 1),
+        (("lora", "dora", "ia3"), MAX_LORAS + 2),  # plain steps have separate graphs
+        (("lora", "vera", None), MAX_LORAS + 1),
+        (("dora", None), MAX_LORAS + 2),  # after a step that was not plain
+        (("oft",), MAX_LORAS + 1),
         ((None, None), 0),
     ],
 )
@@ -60,5 +59,5 @@ def test_a_step_goes_to_the_graph_that_holds_what_it_needs(
 ) -> None:
     rows = [asdict(llama.row(name, place)) for place, name in enumerate(names)]
     chosen, kinds = engine.ask("graphs", rows=rows, tokens=4)
-    assert kinds == [SLOTS + 1, 0, SLOTS + 2]  # vLLM takes the memory of the first for what all of them share
+    assert kinds == [MAX_LORAS + 1, 0, MAX_LORAS + 2]  # vLLM takes the memory of the first for what all of them share
     assert chosen[-3:] == [graph] * 3

@@ -1,4 +1,4 @@
-"""Adapters come and go through few slots, and every answer is right whoever was there before."""
+"""Adapters share few adapter indices, and every answer is correct whichever adapter had the index before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.runtime_vllm.adapters_by_method import SERVED, Tenants, prompt_of
 from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row
 
 HELD = 3
-"""Adapters that the engine holds."""
+"""The engine's max_cpu_loras."""
 EIGHT = ("lora", "oft", "ia3", "dora", "vera", "rsdora-attention", "oft-shared", "vera-twin")
 
 
@@ -24,18 +24,18 @@ def _adapter(llama: Tenants, name: str) -> Adapter:
 def test_an_adapter_is_loaded_unloaded_and_loaded_again(engine: Engine, llama: Tenants) -> None:
     adapter = _adapter(llama, "dora")
     assert engine.load(adapter)
-    assert adapter.number in engine.loaded()
+    assert adapter.lora_id in engine.loaded()
     llama.assert_served(engine, "dora", None)
     assert engine.unload(adapter)
-    assert adapter.number not in engine.loaded()
+    assert adapter.lora_id not in engine.loaded()
     llama.assert_served(engine, None, "lora")
     assert engine.load(adapter)
     llama.assert_served(engine, "dora", None)
 
 
-def test_unloading_what_is_not_there_changes_nothing(engine: Engine, llama: Tenants) -> None:
+def test_unloading_an_unknown_adapter_changes_nothing(engine: Engine, llama: Tenants) -> None:
     engine.load(_adapter(llama, "ia3"))
-    assert not engine.unload(Adapter(name="unknown", number=4242, path="unknown"))
+    assert not engine.unload(Adapter(name="unknown", lora_id=4242, path="unknown"))
     llama.assert_served(engine, "ia3", None)
 
 
@@ -43,21 +43,21 @@ def test_loading_twice_is_loading_once(engine: Engine, llama: Tenants) -> None:
     adapter = _adapter(llama, "oft")
     engine.load(adapter)
     engine.load(adapter)
-    assert engine.loaded().count(adapter.number) == 1
+    assert engine.loaded().count(adapter.lora_id) == 1
     llama.assert_served(engine, "oft")
     assert engine.unload(adapter)
-    assert adapter.number not in engine.loaded()
+    assert adapter.lora_id not in engine.loaded()
 
 
-def test_unloading_one_leaves_the_others_right(engine: Engine, llama: Tenants) -> None:
+def test_unloading_one_adapter_keeps_the_others(engine: Engine, llama: Tenants) -> None:
     llama.assert_served(engine, "vera", "vera-twin", None)
     engine.unload(_adapter(llama, "vera"))
     llama.assert_served(engine, "vera-twin", None, seed=4)
 
 
 @pytest.mark.parametrize("before", EIGHT)
-def test_a_slot_is_used_again_by_every_other_method(before: str, engine: Engine, llama: Tenants) -> None:
-    """Whatever was in a slot, a successor that lacks its slots does not inherit them."""
+def test_an_adapter_index_is_reused_by_every_other_method(before: str, engine: Engine, llama: Tenants) -> None:
+    """An adapter does not inherit slots from the one that had its index before."""
     for after in ("lora", "ia3", "vera", "oft"):
         if after != before:
             llama.assert_served(engine, before, before)
@@ -66,11 +66,11 @@ def test_a_slot_is_used_again_by_every_other_method(before: str, engine: Engine,
             engine.unload(_adapter(llama, after))
 
 
-def test_more_adapters_than_slots_in_one_batch(engine: Engine, llama: Tenants) -> None:
+def test_more_adapters_than_max_loras_in_one_batch(engine: Engine, llama: Tenants) -> None:
     llama.assert_served(engine, *EIGHT, None)
 
 
-def test_eight_adapters_cycle_through_few_slots(engine: Engine, llama: Tenants) -> None:
+def test_eight_adapters_cycle_through_few_indices(engine: Engine, llama: Tenants) -> None:
     for turn in range(3):
         for name in EIGHT:
             llama.assert_served(engine, name, None, seed=turn)
@@ -91,7 +91,7 @@ def test_the_one_that_was_not_used_longest_makes_room(engine: Engine, llama: Ten
         engine.load(adapter)
     llama.assert_served(engine, EIGHT[0])
     engine.load(fourth)
-    assert set(engine.loaded()) == {first.number, third.number, fourth.number}
+    assert set(engine.loaded()) == {first.lora_id, third.lora_id, fourth.lora_id}
     llama.assert_served(engine, EIGHT[0], EIGHT[3])
     llama.assert_served(engine, EIGHT[1], None)
 
@@ -102,32 +102,33 @@ def test_a_pinned_adapter_stays(engine: Engine, llama: Tenants) -> None:
     assert engine.pin(pinned)
     for name in ("lora", "dora", "ia3", "vera", "vera-twin"):
         llama.assert_served(engine, name, None)
-        assert pinned.number in engine.loaded()
+        assert pinned.lora_id in engine.loaded()
     llama.assert_served(engine, "oft", "dora", None)
     assert engine.unload(pinned)
     llama.assert_served(engine, "lora", "dora", None)
 
 
-def test_pinning_what_is_not_there_is_refused(engine: Engine, llama: Tenants) -> None:
+def test_pinning_an_unknown_adapter_is_refused(engine: Engine, llama: Tenants) -> None:
     with pytest.raises(RefusedError, match="4242"):
-        engine.pin(Adapter(name="unknown", number=4242, path="unknown"))
+        engine.pin(Adapter(name="unknown", lora_id=4242, path="unknown"))
     llama.assert_served(engine, "lora", None)
 
 
 @pytest.mark.parametrize("loading", [("lora",), ("lora", "oft"), ("lora", "oft", "ia3", "vera")])
-def test_a_row_in_flight_keeps_its_adapter_while_others_come(
+def test_a_running_request_keeps_its_adapter_while_others_are_loaded(
     loading: tuple[str, ...], engine: Engine, llama: Tenants
 ) -> None:
     names = ("dora", None)
     rows = [llama.row(name, seed) for seed, name in enumerate(names)]
-    answers = engine.interrupted(rows, loading=[_adapter(llama, name) for name in loading])
+    answers, refusals = engine.meanwhile(rows, [("load", _adapter(llama, name)) for name in loading])
+    assert refusals == ("",) * len(loading)
     for name, answer in zip(names, answers, strict=True):
         llama.assert_equal(answer, name)
     for name in loading:
         llama.assert_served(engine, name, "dora")
 
 
-def test_a_refused_load_takes_no_slot(engine: Engine, llama: Tenants) -> None:
+def test_a_refused_load_takes_no_index(engine: Engine, llama: Tenants) -> None:
     for _ in range(HELD + 1):
         with pytest.raises(RefusedError):
             engine.load(_adapter(llama, "lora-rank-32"))

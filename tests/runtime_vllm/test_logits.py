@@ -1,32 +1,31 @@
-"""Adapters of the head are served right beside others, and cost nothing where there are none."""
+"""LoRA of the output head is served beside other adapters, and is skipped in steps without it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
-from tests.runtime_vllm.engine import Engine, Row, started
+from tests.runtime_vllm.engine import Engine, Engines, Row
 
-SLOTS = 2
+MAX_LORAS = 2
 HEADS = ("lora-head", "lora-only-head")
-"""The second has the smaller rank: in the slot of the first it must not find what is left of it."""
+"""The second has the smaller rank: at the index of the first it must not use the rest of its weights."""
 
 
 @pytest.fixture(scope="module")
-def engine(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    with started(llama.base, shared_folder / "logs" / "logits", max_loras=SLOTS, max_cpu_loras=3) as running:
+def engine(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("logits", llama.base, max_loras=MAX_LORAS, max_cpu_loras=3) as running:
         running.ask("additions")
         yield running
 
 
 @pytest.fixture(autouse=True)
 def emptied(engine: Engine, llama: Tenants) -> None:
-    """Each test begins with an engine that holds no adapter, and with no additions."""
-    for number in engine.loaded():
-        engine.ask("unload", number=number)
+    """Start each test with an engine without adapters, and with no additions to logits."""
+    for lora_id in engine.loaded():
+        engine.ask("unload", lora_id=lora_id)
     llama.assert_served(engine, None)
     engine.ask("additions")
 
@@ -36,7 +35,7 @@ def _row(llama: Tenants, name: str | None, seed: int) -> Row:
 
 
 def _served(engine: Engine, llama: Tenants, *names: str | None) -> int:
-    """Ask for PEFT's own folders in one batch; returns how often something was added to logits."""
+    """Assert that PEFT's folders are served in one batch; returns how often vLLM added to logits."""
     answers = engine.generate([_row(llama, name, seed) for seed, name in enumerate(names)])
     for name, answer in zip(names, answers, strict=True):
         llama.assert_equal(answer, name)
@@ -47,7 +46,7 @@ def _unload(engine: Engine, llama: Tenants, name: str) -> None:
     assert engine.unload(llama.request(llama.folder(name)))
 
 
-def test_nothing_is_added_where_no_adapter_has_weights_of_the_head(engine: Engine, llama: Tenants) -> None:
+def test_nothing_is_added_without_adapters_of_the_head(engine: Engine, llama: Tenants) -> None:
     assert _served(engine, llama, "lora", None, "rslora") == 0
     assert engine.ask("logits_equal_the_bases", rows=5)
     llama.assert_served(engine, "dora", "oft", None)
@@ -55,13 +54,13 @@ def test_nothing_is_added_where_no_adapter_has_weights_of_the_head(engine: Engin
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_an_adapter_of_the_head_equals_peft_beside_one_without(name: str, engine: Engine, llama: Tenants) -> None:
+def test_an_adapter_of_the_head_equals_peft_beside_others(name: str, engine: Engine, llama: Tenants) -> None:
     assert _served(engine, llama, name, "lora", None, name) > 0
     (answer,) = engine.generate([_row(llama, name, 1)])
     assert llama.difference(answer, None).worst > 100 * BOUND
 
 
-def test_nothing_is_added_after_the_last_adapter_of_the_head_has_gone(engine: Engine, llama: Tenants) -> None:
+def test_nothing_is_added_after_the_last_adapter_of_the_head_was_unloaded(engine: Engine, llama: Tenants) -> None:
     _served(engine, llama, "lora-head", "lora-only-head", None)
     _unload(engine, llama, "lora-head")
     assert _served(engine, llama, "lora", "lora-only-head", None) > 0
@@ -74,10 +73,10 @@ def test_nothing_is_added_after_the_last_adapter_of_the_head_has_gone(engine: En
 @pytest.mark.parametrize("before", HEADS)
 @pytest.mark.parametrize("after", [*HEADS, "lora"])
 @pytest.mark.parametrize("unloaded", [False, True])
-def test_a_slot_of_the_head_is_used_again(
+def test_an_adapter_index_of_the_head_is_reused(
     before: str, after: str, unloaded: bool, engine: Engine, llama: Tenants
 ) -> None:
-    """Both slots are filled, and one stays so: what it lets be added must be its successor's own beside it."""
+    """One index stays filled, so logits are added to: the other index must hold the new adapter's weights alone."""
     stays, comes = f"{before}-twin-stays", f"{after}-twin-comes"
     _served(engine, llama, before, stays)
     if unloaded:
@@ -87,19 +86,19 @@ def test_a_slot_of_the_head_is_used_again(
     assert _served(engine, llama, comes, "rslora", None) == 0 or after in HEADS
 
 
-def test_stand_ins_of_the_warm_up_are_no_adapters_of_the_head(engine: Engine, llama: Tenants) -> None:
-    engine.ask("rehearse", tokens=4, adapters=SLOTS + 1)
+def test_stand_ins_of_the_warm_up_have_no_weights_of_the_head(engine: Engine, llama: Tenants) -> None:
+    engine.ask("rehearse", tokens=4, adapters=MAX_LORAS + 1)
     assert engine.ask("logits_equal_the_bases", rows=4)
     assert engine.ask("additions") == 0
     engine.ask("end_of_rehearsals")
     assert _served(engine, llama, "lora", "rslora", None) == 0
     assert _served(engine, llama, "lora-head", "rslora", None) > 0
-    engine.ask("rehearse", tokens=4, adapters=SLOTS + 1)
+    engine.ask("rehearse", tokens=4, adapters=MAX_LORAS + 1)
     engine.ask("end_of_rehearsals")
     assert _served(engine, llama, "lora", "rslora", None) == 0
 
 
-def test_what_an_engine_lost_while_it_slept_is_never_added(engine: Engine, llama: Tenants) -> None:
+def test_buffers_that_a_sleep_overwrote_are_not_added(engine: Engine, llama: Tenants) -> None:
     assert _served(engine, llama, "lora", "rslora", None) == 0
     engine.ask("lose_buffers_of_logits")
     assert _served(engine, llama, "lora", "rslora", None) == 0

@@ -1,24 +1,21 @@
-"""What stock vLLM does with the same files: the ground that the other tests stand on."""
+"""Stock vLLM with the same files: it refuses or errs where the plugin serves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import vllm
 
 from tests.runtime_vllm.adapters_by_method import BOUND, NINE, Tenants, prompt_of
-from tests.runtime_vllm.engine import Engine, RefusedError, Row, started
+from tests.runtime_vllm.engine import Engine, Engines, RefusedError, Row
 
 FIXED = (0, 33)
-"""The release in which base rows beside adapters came right on CPUs; before it they got what is in the last slot."""
+"""The release that corrected base rows beside adapters on CPUs; before it they get the adapter of the last index."""
 
 
 @pytest.fixture(scope="module")
-def stock(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / "off"
-    with started(llama.base, log, settings={"VLLM_PLUGINS": "none"}, max_loras=1) as running:
+def stock(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("off", llama.base, settings={"VLLM_PLUGINS": "none"}, max_loras=1) as running:
         yield running
 
 
@@ -35,9 +32,9 @@ def test_stock_vllm_refuses_all_but_plain_lora(name: str, stock: Engine, llama: 
 
 
 def test_stock_vllm_serves_plain_lora_and_errs_beside_it(stock: Engine, llama: Tenants) -> None:
-    """The fault that the plugin guards is there: tests of base rows beside adapters can fail."""
+    """The error that the plugin corrects occurs, so tests of base rows beside adapters can fail."""
     folder = Row(prompt=prompt_of(1), adapter=llama.request(llama.folder("lora")))
     tuned, base = stock.generate([folder, Row(prompt=prompt_of(2))])
     llama.assert_equal(tuned, "lora")
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    version = tuple(int(part) for part in stock.ask("version").split(".")[:2])
     assert (llama.difference(base, None).worst > 100 * BOUND) == (version < FIXED)

@@ -1,40 +1,32 @@
-"""PEFT's own folders of every method are compiled when they are loaded, where that was asked for."""
+"""With SCUTE_VLLM_COMPILE, PEFT folders of every method are compiled when they are loaded."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
-from tests.runtime_vllm.engine import Answer, Engine, RefusedError, Row, started
+from tests.runtime_vllm.engine import Answer, Engines, RefusedError, Row
 
 NAMES = (None, "dora", "rsdora-attention", "ia3", "vera", "oft", "lora", "changing")
-"""`changing` is a folder of which the content changes between the two starts."""
-
-
-@contextmanager
-def compiling(llama: Tenants, store: Path, log: Path) -> Iterator[Engine]:
-    settings = {"SCUTE_VLLM_COMPILE": "1", "SCUTE_VLLM_STORE": str(store)}
-    with started(llama.base, log, settings=settings) as running:
-        yield running
+"""`changing` is a folder whose content changes between the two starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starts:
-    """What two engines did, one after the other, with one store."""
+    """The answers of two engines that were started one after the other with one store."""
 
     first: Mapping[str | None, Answer]
     second: Mapping[str | None, Answer]
     after_first: Mapping[str, int]
-    """Files of the store and when each was written, in nanoseconds."""
+    """Files of the store, and the time of their last change in nanoseconds."""
     after_second: Mapping[str, int]
     refused: str
-    """What the first engine said to a folder that can't be compiled."""
+    """The first engine's refusal of a folder that can't be compiled."""
     after_refusal: Answer
 
 
@@ -45,7 +37,7 @@ def _files(store: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def starts(llama: Tenants, shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Starts:
+def starts(llama: Tenants, engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Starts:
     folder = tmp_path_factory.mktemp("raw")
     changing, store = folder / "changing", folder / "store"
     shutil.copytree(llama.folder("dora"), changing)
@@ -57,7 +49,8 @@ def starts(llama: Tenants, shared_folder: Path, tmp_path_factory: pytest.TempPat
     broken = folder / "broken"
     shutil.copytree(llama.folder("dora"), broken)
     (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
-    with compiling(llama, store, shared_folder / "logs" / "raw-1") as engine:
+    settings = {"SCUTE_VLLM_COMPILE": "1", "SCUTE_VLLM_STORE": str(store)}
+    with engines.started("raw-1", llama.base, settings=settings) as engine:
         first = dict(zip(NAMES, engine.generate(rows), strict=True))
         with pytest.raises(RefusedError) as refused:
             engine.load(llama.request(broken))
@@ -65,7 +58,7 @@ def starts(llama: Tenants, shared_folder: Path, tmp_path_factory: pytest.TempPat
     after_first = _files(store)
     shutil.rmtree(changing)
     shutil.copytree(llama.folder("dora-twin"), changing)
-    with compiling(llama, store, shared_folder / "logs" / "raw-2") as engine:
+    with engines.started("raw-2", llama.base, settings=settings) as engine:
         second = dict(zip(NAMES, engine.generate(rows), strict=True))
     return Starts(
         first=first,
@@ -89,11 +82,13 @@ def test_a_second_start_gives_the_same_answers(name: str | None, starts: Starts,
     llama.assert_equal(starts.second[name], name)
 
 
-def test_a_second_start_compiles_nothing_that_is_there(starts: Starts) -> None:
+def test_a_second_start_compiles_no_unchanged_folder(starts: Starts) -> None:
     assert len(starts.after_first) >= 5
     unchanged = {name: starts.after_second.get(name) for name in starts.after_first}
     assert [name for name, written in unchanged.items() if written not in {None, starts.after_first[name]}] == []
-    assert sum(written is None for written in unchanged.values()) <= 1, "only what changed may be gone"
+    assert sum(written is None for written in unchanged.values()) <= 1, (
+        "only the artifact of the changed folder may be gone"
+    )
 
 
 def test_a_folder_whose_content_changed_is_compiled_anew(starts: Starts, llama: Tenants) -> None:
@@ -101,7 +96,9 @@ def test_a_folder_whose_content_changed_is_compiled_anew(starts: Starts, llama: 
     llama.assert_equal(starts.second["changing"], "dora-twin")
 
 
-def test_a_folder_that_can_not_be_compiled_is_refused_with_the_compilers_words(starts: Starts, llama: Tenants) -> None:
+def test_a_folder_that_can_not_be_compiled_is_refused_with_the_compilers_findings(
+    starts: Starts, llama: Tenants
+) -> None:
     assert "SC1" in starts.refused or "SC2" in starts.refused, starts.refused
     assert "adapter_model.safetensors" in starts.refused
     llama.assert_equal(starts.after_refusal, "dora")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, SERVED, Tenants, prompt_of
-from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, Row, started
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, Engines, Row
 from tests.support.artifact_files import tampered
 from tests.support.dropped_slots import DROPPED
 
-LOST = ("one A of LoRA", "s of DoRA", "s of IA3", "d of VeRA", "one R of OFT")
+DROPS = ("one A of LoRA", "s of DoRA", "s of IA3", "d of VeRA", "one R of OFT")
 REPORTED = 20
 RANKS: Mapping[int, Mapping[str, str]] = {1: {}, 3: SEVERAL_PROCESSES}
 
@@ -24,10 +23,14 @@ def tp(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def engine(tp: int, smollm2: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / f"smollm2-{tp}"
-    with started(
-        smollm2.base, log, settings=RANKS[tp], tensor_parallel_size=tp, max_logprobs=REPORTED, logprobs=REPORTED
+def engine(tp: int, smollm2: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started(
+        f"smollm2-{tp}",
+        smollm2.base,
+        settings=RANKS[tp],
+        tensor_parallel_size=tp,
+        max_logprobs=REPORTED,
+        logprobs=REPORTED,
     ) as running:
         yield running
 
@@ -47,9 +50,9 @@ def test_each_row_equals_peft_on_a_real_base(
         assert smollm2.difference(batch[name], None).worst > 10 * BOUND
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_a_lost_slot_is_noticed_on_a_real_base(what: str, engine: Engine, tp: int, smollm2: Tenants) -> None:
+@pytest.mark.parametrize("what", DROPS)
+def test_a_dropped_slot_changes_the_answer_on_a_real_base(what: str, engine: Engine, tp: int, smollm2: Tenants) -> None:
     recipe, _, drop = DROPPED[what]
-    damaged = tampered(smollm2.artifact(recipe, tp=tp), f"without-{LOST.index(what)}", drop)
-    (lost,) = engine.generate([Row(prompt=prompt_of(3), adapter=smollm2.request(damaged))])
-    assert smollm2.difference(lost, recipe).worst > 10 * BOUND
+    damaged = tampered(smollm2.artifact(recipe, tp=tp), f"without-{DROPS.index(what)}", drop)
+    (dropped,) = engine.generate([Row(prompt=prompt_of(3), adapter=smollm2.request(damaged))])
+    assert smollm2.difference(dropped, recipe).worst > 10 * BOUND

@@ -1,4 +1,4 @@
-"""What can't be served right is refused by name, and the engine goes on serving the rest, right."""
+"""Adapters that can't be served correctly are refused by name, and the engine still serves the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime_vllm.adapters_by_method import Tenants, prompt_of
 from tests.runtime_vllm.bad_adapters import BAD, a_folder_with_one_level_too_many
-from tests.runtime_vllm.engine import Adapter, Engine, RefusedError, Row, started, tried
+from tests.runtime_vllm.engine import Adapter, Engine, Engines, RefusedError, Row, tried
 
 
 @pytest.fixture
@@ -18,16 +18,16 @@ def engine(crowded: Engine) -> Engine:
 
 
 def _serves_on(engine: Engine, llama: Tenants, refused: Adapter) -> None:
-    """The refused adapter is not loaded; the base, artifacts and folders get their answers."""
-    assert refused.number not in engine.loaded()
+    """Assert that the refused adapter is not loaded, and that the base, artifacts and folders are served."""
+    assert refused.lora_id not in engine.loaded()
     llama.assert_served(engine, None, "dora", "oft")
     folder = Row(prompt=prompt_of(11), adapter=llama.request(llama.folder("rslora")))
     for answer, name in zip(engine.generate([folder, Row(prompt=prompt_of(1))]), ("rslora", None), strict=True):
         llama.assert_equal(answer, name)
 
 
-def _says(said: str, words: tuple[str, ...]) -> None:
-    text = said.lower()
+def _says(refusal: str, words: tuple[str, ...]) -> None:
+    text = refusal.lower()
     assert not [word for word in words if word not in text], text
 
 
@@ -41,10 +41,10 @@ def test_loading_is_refused_by_name_and_the_rest_is_served(what: str, engine: En
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_request_for_what_was_never_loaded_is_refused_and_the_rest_is_served(
+def test_a_request_for_an_adapter_that_is_not_loaded_is_refused_and_the_rest_is_served(
     what: str, engine: Engine, llama: Tenants
 ) -> None:
-    """In one process the call says why; a client of another process sees its own request end, and the log says why."""
+    """In one process the call has the reason; with several the one request ends, and the log has the reason."""
     bad = llama.request(BAD[what].made(llama))
     written = len(engine.log)
     rows = [llama.row("dora", 1), Row(prompt=prompt_of(2), adapter=bad), llama.row(None, 3)]
@@ -61,14 +61,16 @@ def test_a_request_for_what_was_never_loaded_is_refused_and_the_rest_is_served(
 
 
 def test_a_refused_request_leaves_nothing_behind(engine: Engine, llama: Tenants) -> None:
-    """What is left would keep the next call waiting for ever."""
+    """A request that is left would block the next call."""
     bad = llama.request(BAD["a changed byte"].made(llama))
     with pytest.raises(RefusedError) as refused:
         engine.generate([llama.row("dora", 1), Row(prompt=prompt_of(2), adapter=bad)])
     assert refused.value.left == 0
 
 
-def test_what_was_refused_can_be_served_once_it_is_mended(engine: Engine, llama: Tenants, tmp_path: Path) -> None:
+def test_an_adapter_that_was_refused_is_served_once_it_is_corrected(
+    engine: Engine, llama: Tenants, tmp_path: Path
+) -> None:
     adapter = llama.request(tmp_path / "later")
     with pytest.raises(RefusedError):
         engine.load(adapter)
@@ -78,8 +80,8 @@ def test_what_was_refused_can_be_served_once_it_is_mended(engine: Engine, llama:
     llama.assert_equal(answer, "dora")
 
 
-def test_a_folder_with_one_level_too_many_is_served_right_or_refused(engine: Engine, llama: Tenants) -> None:
-    """Stock vLLM takes such a folder and serves the base for it."""
+def test_a_folder_with_one_level_too_many_is_served_correctly_or_refused(engine: Engine, llama: Tenants) -> None:
+    """Stock vLLM loads such a folder and serves the base."""
     adapter = llama.request(a_folder_with_one_level_too_many(llama))
     loaded = tried(lambda: engine.load(adapter))
     if isinstance(loaded, RefusedError):
@@ -90,11 +92,10 @@ def test_a_folder_with_one_level_too_many_is_served_right_or_refused(engine: Eng
 
 
 @pytest.fixture(scope="module")
-def cramped(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    """An engine whose pool holds small adapters alone, and which takes no rotations."""
+def cramped(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    """An engine with a small pool and without rotations."""
     settings = {"SCUTE_VLLM_POOL_MIB": "1", "SCUTE_VLLM_ROTATIONS": "0"}
-    log = shared_folder / "logs" / "cramped"
-    with started(llama.base, log, settings=settings, max_lora_rank=128) as running:
+    with engines.started("cramped", llama.base, settings=settings, max_lora_rank=128) as running:
         yield running
 
 
@@ -116,12 +117,35 @@ def test_a_limit_that_is_exceeded_is_named_with_its_setting(
     with pytest.raises(RefusedError) as refused:
         _ = cramped.load(bad) if way == "loaded" else cramped.generate(rows)
     _says(str(refused.value), words)
-    assert bad.number not in cramped.loaded()
+    assert bad.lora_id not in cramped.loaded()
     llama.assert_served(cramped, None, "lora", "dora", "vera")
 
 
+def _refused_by_option(engine: Engine, llama: Tenants, path: Path, option: str, words: tuple[str, ...]) -> None:
+    adapter = llama.request(path)
+    engine.unload(adapter)
+    with engine.with_option(option, value=True), pytest.raises(RefusedError) as refused:
+        engine.load(adapter)
+    _says(str(refused.value), ("sc811", *words))
+    assert adapter.lora_id not in engine.loaded()
+
+
+@pytest.mark.parametrize("option", ["fully_sharded_loras", "enable_tower_connector_lora"])
+def test_artifacts_are_refused_by_engines_with_an_option(option: str, cramped: Engine, llama: Tenants) -> None:
+    _refused_by_option(cramped, llama, llama.artifact("dora"), option, (option.split("_")[1],))
+    llama.assert_served(cramped, "dora", None)
+
+
+def test_all_adapters_are_refused_where_steps_are_split(cramped: Engine, llama: Tenants) -> None:
+    for path in (llama.artifact("dora"), llama.folder("lora")):
+        _refused_by_option(cramped, llama, path, "splits_steps", ("microbatches",))
+    with cramped.with_option("stock_kernels", value=True):  # artifacts run in the plugin's layers all the same
+        _refused_by_option(cramped, llama, llama.artifact("dora"), "splits_steps", ("microbatches",))
+    llama.assert_served(cramped, "dora", None)
+
+
 def test_a_pool_that_fills_up_makes_room(cramped: Engine, llama: Tenants) -> None:
-    """Sixteen slots and 1 MiB: more adapters than pages, one after the other."""
+    """max_loras is 16 and the pool has 1 MiB: more adapters than pages, one after the other."""
     names = [f"rslora-twin-{number}" for number in range(8)]
     for name in names:
         llama.assert_served(cramped, name, None)

@@ -1,4 +1,4 @@
-"""An adapter that is replaced under its name never answers with what its predecessor left in the prefix cache."""
+"""An adapter that replaces another under its name never uses the other's keys and values in the prefix cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
 from tests.runtime_vllm.engine import Adapter, Answer, Engine, RefusedError, Row, tried
 
 BLOCK = 32
-"""Tokens of a block of the cache: prompts are longer than one."""
+"""Tokens of a block of the cache; prompts are longer."""
 PAIRS = (("lora", "dora"), ("dora", "dora-twin"), ("vera", "vera-twin"), ("oft", "ia3"))
 IDS = [f"{old} by {new}" for old, new in PAIRS]
 
@@ -24,17 +24,17 @@ def engine(crowded: Engine) -> Engine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A folder under which first one adapter lies, and then another."""
+class Target:
+    """A path that holds first one adapter, then another."""
 
     engine: Engine
     llama: Tenants
     folder: Path
     raw: bool = False
-    """Whether PEFT's folders lie there, not artifacts."""
+    """Whether it holds PEFT folders, not artifacts."""
 
     def put(self, name: str) -> None:
-        """Lay an adapter there, in the place of what is there."""
+        """Write an adapter; what the path holds is replaced."""
         if not self.raw:
             self.llama.compiled(self.llama.folder(name), self.folder.parent, name=self.folder.name)
             return
@@ -43,156 +43,156 @@ class Place:
 
     @property
     def adapter(self) -> Adapter:
-        """What requests for this place say."""
+        """The adapter of requests for this path."""
         return self.llama.request(self.folder)
 
     def ask(self, adapter: Adapter | None = None) -> Answer:
-        """Ask with a prompt that fills a block of the cache."""
+        """Answer a prompt that fills a block of the cache."""
         (answer,) = self.engine.generate([Row(prompt=prompt_of(1, BLOCK + 9), adapter=adapter or self.adapter)])
         return answer
 
     def evict(self) -> None:
-        """Serve others until nothing of the place is loaded."""
+        """Serve other adapters until this one is evicted."""
         for name in ("lora-patterns", "rslora", "rsdora-attention"):
             self.engine.generate([self.llama.row(name, 1)])
-        assert self.adapter.number not in self.engine.loaded()
+        assert self.adapter.lora_id not in self.engine.loaded()
 
 
 @pytest.fixture
-def place(engine: Engine, llama: Tenants, tmp_path: Path) -> Place:
-    return Place(engine=engine, llama=llama, folder=tmp_path / "store" / "tenant")
+def target(engine: Engine, llama: Tenants, tmp_path: Path) -> Target:
+    return Target(engine=engine, llama=llama, folder=tmp_path / "store" / "tenant")
 
 
-def test_the_cache_is_on_and_each_adapter_has_its_own(place: Place, llama: Tenants) -> None:
-    """Without this the other tests would test nothing."""
-    place.put("lora")
-    first, second = place.ask(), place.ask()
+def test_the_cache_is_on_and_each_adapter_has_its_own(target: Target, llama: Tenants) -> None:
+    """The other tests rely on it."""
+    target.put("lora")
+    first, second = target.ask(), target.ask()
     assert (first.cached, second.cached) == (0, BLOCK)
     llama.assert_equal(first, "lora")
     llama.assert_equal(second, "lora")
-    (other,) = place.engine.generate([Row(prompt=first.prompt, adapter=llama.row("dora", 1).adapter)])
+    (other,) = target.engine.generate([Row(prompt=first.prompt, adapter=llama.row("dora", 1).adapter)])
     llama.assert_equal(other, "dora")
-    (base,) = place.engine.generate([Row(prompt=first.prompt)])
+    (base,) = target.engine.generate([Row(prompt=first.prompt)])
     llama.assert_equal(base, None)
 
 
-def _unloaded_and_loaded(place: Place, adapter: Adapter) -> Adapter:
-    place.engine.unload(adapter)
-    place.engine.load(adapter)
+def _unloaded_and_loaded(target: Target, adapter: Adapter) -> Adapter:
+    target.engine.unload(adapter)
+    target.engine.load(adapter)
     return adapter
 
 
-def _loaded_in_place(place: Place, adapter: Adapter) -> Adapter:
-    place.engine.load(replace(adapter, in_place=True))
+def _loaded_in_place(target: Target, adapter: Adapter) -> Adapter:
+    target.engine.load(replace(adapter, in_place=True))
     return adapter
 
 
-def _loaded_under_another_number(place: Place, adapter: Adapter) -> Adapter:
-    """The way of the OpenAI server: every load gets a number of its own."""
-    place.engine.unload(adapter)
-    other = replace(adapter, number=adapter.number + 1000)
-    place.engine.load(other)
+def _loaded_under_another_id(target: Target, adapter: Adapter) -> Adapter:
+    """As the OpenAI server does: every load gets a new id."""
+    target.engine.unload(adapter)
+    other = replace(adapter, lora_id=adapter.lora_id + 1000)
+    target.engine.load(other)
     return other
 
 
-def _asked_for_in_place(place: Place, adapter: Adapter) -> Adapter:
-    """The request itself says that the adapter is to be read again."""
-    del place
+def _requested_in_place(target: Target, adapter: Adapter) -> Adapter:
+    """The request asks for the adapter to be read again."""
+    del target
     return replace(adapter, in_place=True)
 
 
-WAYS: Mapping[str, Callable[[Place, Adapter], Adapter]] = {
+RELOADS: Mapping[str, Callable[[Target, Adapter], Adapter]] = {
     "unloaded and loaded": _unloaded_and_loaded,
-    "loaded in place": _loaded_in_place,
-    "loaded under another number": _loaded_under_another_number,
-    "asked for in place": _asked_for_in_place,
+    "loaded in target": _loaded_in_place,
+    "loaded under another id": _loaded_under_another_id,
+    "requested in target": _requested_in_place,
 }
 
 
-def _is_new_or_refused(place: Place, way: str, new: str) -> None:
-    answer = tried(lambda: place.ask(WAYS[way](place, place.adapter)))
+def _is_new_or_refused(target: Target, way: str, new: str) -> None:
+    answer = tried(lambda: target.ask(RELOADS[way](target, target.adapter)))
     if isinstance(answer, RefusedError):
-        assert place.folder.name in str(answer)
+        assert target.folder.name in str(answer)
     else:
-        place.llama.assert_equal(answer, new)
+        target.llama.assert_equal(answer, new)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", RELOADS)
 @pytest.mark.parametrize(("old", "new"), PAIRS, ids=IDS)
-def test_a_replacement_that_is_loaded_answers_for_itself(place: Place, old: str, new: str, way: str) -> None:
-    place.put(old)
-    place.llama.assert_equal(place.ask(), old)
-    place.put(new)
-    _is_new_or_refused(place, way, new)
+def test_a_loaded_replacement_gives_its_answer(target: Target, old: str, new: str, way: str) -> None:
+    target.put(old)
+    target.llama.assert_equal(target.ask(), old)
+    target.put(new)
+    _is_new_or_refused(target, way, new)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_folder_that_is_replaced_answers_for_itself(place: Place, way: str) -> None:
-    there = replace(place, raw=True)
-    there.put("lora")
-    there.llama.assert_equal(there.ask(), "lora")
-    there.put("lora-twin")
-    _is_new_or_refused(there, way, "lora-twin")
+@pytest.mark.parametrize("way", RELOADS)
+def test_a_replaced_folder_gives_its_answer(target: Target, way: str) -> None:
+    target = replace(target, raw=True)
+    target.put("lora")
+    target.llama.assert_equal(target.ask(), "lora")
+    target.put("lora-twin")
+    _is_new_or_refused(target, way, "lora-twin")
 
 
-def test_a_folder_gives_way_to_an_artifact(place: Place) -> None:
-    there = replace(place, raw=True)
-    there.put("lora")
-    there.llama.assert_equal(there.ask(), "lora")
-    shutil.rmtree(there.folder)
-    place.put("dora")
-    _is_new_or_refused(place, "unloaded and loaded", "dora")
+def test_an_artifact_replaces_a_folder(target: Target) -> None:
+    folder = replace(target, raw=True)
+    folder.put("lora")
+    folder.llama.assert_equal(folder.ask(), "lora")
+    shutil.rmtree(folder.folder)
+    target.put("dora")
+    _is_new_or_refused(target, "unloaded and loaded", "dora")
 
 
-def _is_no_mixture(place: Place, old: str, new: str) -> None:
-    """The answer is the one adapter's or the other's, whole; or there is none."""
-    answer = tried(place.ask)
+def _is_no_mixture(target: Target, old: str, new: str) -> None:
+    """Assert that the answer is entirely one adapter's or the other's, or a refusal."""
+    answer = tried(target.ask)
     if isinstance(answer, RefusedError):
-        assert place.folder.name in str(answer)
+        assert target.folder.name in str(answer)
         return
-    differences = {name: place.llama.difference(answer, name) for name in (old, new)}
+    differences = {name: target.llama.difference(answer, name) for name in (old, new)}
     assert any(difference.none for difference in differences.values()), differences
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["artifact", "folder"])
-def test_what_is_replaced_on_disk_alone_still_answers_whole(place: Place, raw: bool) -> None:
-    there = replace(place, raw=raw)
-    there.put("lora")
-    there.llama.assert_equal(there.ask(), "lora")
-    there.put("lora-twin")
-    _is_no_mixture(there, "lora", "lora-twin")
+def test_a_replacement_on_disk_alone_gives_no_mixed_answer(target: Target, raw: bool) -> None:
+    target = replace(target, raw=raw)
+    target.put("lora")
+    target.llama.assert_equal(target.ask(), "lora")
+    target.put("lora-twin")
+    _is_no_mixture(target, "lora", "lora-twin")
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["artifact", "folder"])
-def test_what_is_replaced_on_disk_and_evicted_answers_whole(place: Place, raw: bool) -> None:
-    """The engine reads it again by itself, while the cache still holds what its predecessor computed."""
-    there = replace(place, raw=raw)
-    there.put("lora")
-    there.llama.assert_equal(there.ask(), "lora")
-    there.put("lora-twin")
-    there.evict()
-    _is_no_mixture(there, "lora", "lora-twin")
-    there.evict()
-    _is_no_mixture(there, "lora", "lora-twin")
+def test_a_replacement_on_disk_after_eviction_gives_no_mixed_answer(target: Target, raw: bool) -> None:
+    """The engine reads the path again while the cache still holds keys and values of the older content."""
+    target = replace(target, raw=raw)
+    target.put("lora")
+    target.llama.assert_equal(target.ask(), "lora")
+    target.put("lora-twin")
+    target.evict()
+    _is_no_mixture(target, "lora", "lora-twin")
+    target.evict()
+    _is_no_mixture(target, "lora", "lora-twin")
 
 
-def test_going_back_to_the_first_version_gives_its_answer(place: Place) -> None:
+def test_going_back_to_the_first_version_gives_its_answer(target: Target) -> None:
     for name in ("dora", "dora-twin", "dora"):
-        place.put(name)
-        _is_new_or_refused(place, "unloaded and loaded", name)
+        target.put(name)
+        _is_new_or_refused(target, "unloaded and loaded", name)
 
 
-def test_a_replacement_that_is_refused_leaves_no_trace(place: Place) -> None:
-    """A replacement of too high a rank: the old adapter answers whole, or nothing does."""
-    place.put("lora")
-    place.llama.assert_equal(place.ask(), "lora")
-    place.put("lora-rank-32")
+def test_a_replacement_that_is_refused_leaves_no_trace(target: Target) -> None:
+    """After a replacement of too high a rank, the old adapter answers or the request is refused."""
+    target.put("lora")
+    target.llama.assert_equal(target.ask(), "lora")
+    target.put("lora-rank-32")
     with pytest.raises(RefusedError) as refused:
-        _loaded_in_place(place, place.adapter)
+        _loaded_in_place(target, target.adapter)
     assert "32" in str(refused.value)
-    _is_no_mixture(place, "lora", "lora")
-    place.put("dora")
-    _is_new_or_refused(place, "unloaded and loaded", "dora")
+    _is_no_mixture(target, "lora", "lora")
+    target.put("dora")
+    _is_new_or_refused(target, "unloaded and loaded", "dora")
 
 
 def _cut_short(folder: Path) -> None:
@@ -200,7 +200,7 @@ def _cut_short(folder: Path) -> None:
         file.write_bytes(file.read_bytes()[:-100])
 
 
-SPOILT: Mapping[str, tuple[bool, Callable[[Path], None]]] = {
+DAMAGES: Mapping[str, tuple[bool, Callable[[Path], None]]] = {
     "an artifact that is gone": (False, shutil.rmtree),
     "an artifact that is cut short": (False, _cut_short),
     "a folder that is gone": (True, shutil.rmtree),
@@ -208,27 +208,29 @@ SPOILT: Mapping[str, tuple[bool, Callable[[Path], None]]] = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILT)
-def test_what_is_spoilt_on_disk_after_its_eviction_is_refused_and_the_rest_is_served(what: str, place: Place) -> None:
-    """The engine has to read it again in the middle of serving others."""
-    raw, spoil = SPOILT[what]
-    there = replace(place, raw=raw)
-    there.put("lora")
-    there.llama.assert_equal(there.ask(), "lora")
-    there.evict()
-    spoil(there.folder)
-    with pytest.raises(RefusedError, match=there.folder.name):
-        there.ask()
-    there.llama.assert_served(there.engine, "dora", None, "oft")
-    there.put("lora-twin")
-    _is_new_or_refused(there, "unloaded and loaded", "lora-twin")
+@pytest.mark.parametrize("what", DAMAGES)
+def test_an_evicted_adapter_that_was_damaged_on_disk_is_refused_and_the_rest_is_served(
+    what: str, target: Target
+) -> None:
+    """The engine has to read it again while it serves others."""
+    raw, damage = DAMAGES[what]
+    target = replace(target, raw=raw)
+    target.put("lora")
+    target.llama.assert_equal(target.ask(), "lora")
+    target.evict()
+    damage(target.folder)
+    with pytest.raises(RefusedError, match=target.folder.name):
+        target.ask()
+    target.llama.assert_served(target.engine, "dora", None, "oft")
+    target.put("lora-twin")
+    _is_new_or_refused(target, "unloaded and loaded", "lora-twin")
 
 
-def test_two_names_for_one_place_and_one_name_for_two_places(place: Place, llama: Tenants, tmp_path: Path) -> None:
-    place.put("lora")
-    second = Place(engine=place.engine, llama=llama, folder=tmp_path / "other" / "tenant")
+def test_two_names_for_one_path_and_one_name_for_two_paths(target: Target, llama: Tenants, tmp_path: Path) -> None:
+    target.put("lora")
+    second = Target(engine=target.engine, llama=llama, folder=tmp_path / "other" / "tenant")
     second.put("dora")
-    alias = llama.request(place.folder, name="alias")
-    for where, name in ((place.adapter, "lora"), (alias, "lora"), (second.adapter, "dora"), (place.adapter, "lora")):
-        llama.assert_equal(place.ask(where), name)
-    assert llama.difference(place.ask(second.adapter), "lora").worst > 100 * BOUND
+    alias = llama.request(target.folder, name="alias")
+    for where, name in ((target.adapter, "lora"), (alias, "lora"), (second.adapter, "dora"), (target.adapter, "lora")):
+        llama.assert_equal(target.ask(where), name)
+    assert llama.difference(target.ask(second.adapter), "lora").worst > 100 * BOUND

@@ -1,4 +1,4 @@
-"""Plain LoRA folders keep working beside artifacts, through either kind of kernels, and base rows stay the base's."""
+"""Plain LoRA folders are served beside artifacts, by the runtime's or vLLM's kernels, and base rows by the base."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, Tenants, prompt_of
-from tests.runtime_vllm.engine import Answer, Engine, RefusedError, Row, started
+from tests.runtime_vllm.engine import Answer, Engine, Engines, RefusedError, Row
 
 KERNELS = {"the runtime's kernels": {}, "vLLM's kernels": {"SCUTE_VLLM_STOCK_KERNELS": "1"}}
 VLLM = find_spec("vllm")
 assert VLLM is not None
 assert VLLM.origin is not None
 READS_PATTERNS = "rank_pattern" in Path(VLLM.origin).with_name("lora").joinpath("peft_helper.py").read_text()
-"""From 0.31 on; before, vLLM takes every rank and scale from the whole adapter's."""
+"""vLLM 0.31 and newer; older releases use one rank and one scale for the whole adapter."""
 FOLDERS: tuple[str, ...] = (
     "lora",
     "rslora",
@@ -25,14 +25,15 @@ FOLDERS: tuple[str, ...] = (
     *(("lora-patterns",) if READS_PATTERNS else ()),
 )
 ARTIFACTS = ("dora", "oft", "lora-twin")
-SLOTS = len(FOLDERS) + len(ARTIFACTS)
-"""All are taken in a full batch: vLLM's fault on CPUs gives base rows what is in the last slot."""
+MAX_LORAS = len(FOLDERS) + len(ARTIFACTS)
+"""A full batch uses every index: vLLM's CPU kernels apply the adapter of the last index to base rows."""
 
 
 @pytest.fixture(scope="module", params=KERNELS)
-def engine(request: pytest.FixtureRequest, llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / f"stock-{request.param.partition(' ')[0]}"
-    with started(llama.base, log, settings=KERNELS[request.param], max_loras=SLOTS) as running:
+def engine(request: pytest.FixtureRequest, llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started(
+        f"stock-{request.param.partition(' ')[0]}", llama.base, settings=KERNELS[request.param], max_loras=MAX_LORAS
+    ) as running:
         yield running
 
 
@@ -62,7 +63,7 @@ def test_folders_equal_peft_in_one_batch(engine: Engine, llama: Tenants) -> None
 @pytest.mark.parametrize(
     "beside", [("lora",), ("lora", "rslora"), ("dora",), ("lora", "dora", "oft"), FOLDERS, FOLDERS + ARTIFACTS]
 )
-def test_base_rows_beside_adapters_are_the_bases(beside: tuple[str, ...], engine: Engine, llama: Tenants) -> None:
+def test_base_rows_beside_adapters_equal_the_base(beside: tuple[str, ...], engine: Engine, llama: Tenants) -> None:
     for name, answer in _answered(engine, llama, None, *beside, None):
         llama.assert_equal(answer, name)
 
@@ -72,7 +73,7 @@ def test_folders_and_artifacts_equal_peft_in_one_batch(engine: Engine, llama: Te
         llama.assert_equal(answer, name)
 
 
-def test_a_folder_and_its_own_artifact_give_one_answer(engine: Engine, llama: Tenants) -> None:
+def test_a_folder_and_its_artifact_give_one_answer(engine: Engine, llama: Tenants) -> None:
     prompt = prompt_of(4)
     places = (llama.folder("rslora"), llama.artifact("rslora"))
     for answer in engine.generate([Row(prompt=prompt, adapter=llama.request(place)) for place in places]):
@@ -80,8 +81,8 @@ def test_a_folder_and_its_own_artifact_give_one_answer(engine: Engine, llama: Te
 
 
 @pytest.mark.skipif(READS_PATTERNS, reason="this vLLM reads patterns")
-def test_a_folder_with_patterns_is_refused_where_vllm_reads_past_them(engine: Engine, llama: Tenants) -> None:
+def test_a_folder_with_patterns_is_refused_where_vllm_ignores_them(engine: Engine, llama: Tenants) -> None:
     row = Row(prompt=prompt_of(0), adapter=llama.request(llama.folder("lora-patterns")))
-    with pytest.raises(RefusedError, match=r"reads past `rank_pattern`.*scute compile"):
+    with pytest.raises(RefusedError, match=r"ignores `rank_pattern`.*scute compile"):
         engine.generate([row])
     llama.assert_served(engine, "lora-twin", None)

@@ -1,27 +1,25 @@
-"""With two ranks the same batch equals PEFT, from artifacts that were cut for two."""
+"""With two ranks the same batch equals PEFT, from artifacts that were compiled for two."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.runtime_vllm.adapters_by_method import BOUND, SERVED, Tenants, prompt_of
-from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, RefusedError, Row, started, tried
+from tests.runtime_vllm.engine import SEVERAL_PROCESSES, Answer, Engine, Engines, RefusedError, Row, tried
 from tests.support.artifact_files import tampered
 from tests.support.dropped_slots import DROPPED
 
 TP = 2
 NAMES = (*SERVED, "lora-bias-on-b", "ia3-inputs")
-"""A bias on B of a layer that is cut by input must be added by one rank alone."""
-LOST = ("one B of LoRA", "s of DoRA", "R of IA3 on o_proj", "e of VeRA", "R of OFT")
+"""A bias on B of a row-parallel layer must be added by one rank alone."""
+DROPS = ("one B of LoRA", "s of DoRA", "R of IA3 on o_proj", "e of VeRA", "R of OFT")
 
 
 @pytest.fixture(scope="module")
-def engine(llama: Tenants, shared_folder: Path) -> Iterator[Engine]:
-    log = shared_folder / "logs" / "tp2"
-    with started(llama.base, log, settings=SEVERAL_PROCESSES, tensor_parallel_size=TP) as running:
+def engine(llama: Tenants, engines: Engines) -> Iterator[Engine]:
+    with engines.started("tp2", llama.base, settings=SEVERAL_PROCESSES, tensor_parallel_size=TP) as running:
         yield running
 
 
@@ -36,15 +34,15 @@ def test_each_row_equals_peft_on_two_ranks(name: str | None, batch: dict[str | N
     llama.assert_equal(batch[name], name)
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_a_lost_slot_is_noticed_on_two_ranks(what: str, engine: Engine, llama: Tenants) -> None:
+@pytest.mark.parametrize("what", DROPS)
+def test_a_dropped_slot_changes_the_answer_on_two_ranks(what: str, engine: Engine, llama: Tenants) -> None:
     recipe, _, drop = DROPPED[what]
-    damaged = tampered(llama.artifact(recipe, tp=TP), f"without-{LOST.index(what)}", drop)
-    (lost,) = engine.generate([Row(prompt=prompt_of(3), adapter=llama.request(damaged))])
-    assert llama.difference(lost, recipe).worst > 10 * BOUND
+    damaged = tampered(llama.artifact(recipe, tp=TP), f"without-{DROPS.index(what)}", drop)
+    (dropped,) = engine.generate([Row(prompt=prompt_of(3), adapter=llama.request(damaged))])
+    assert llama.difference(dropped, recipe).worst > 10 * BOUND
 
 
-def test_a_stock_adapter_is_cut_by_the_engine(engine: Engine, llama: Tenants) -> None:
+def test_a_stock_adapter_is_sharded_by_the_engine(engine: Engine, llama: Tenants) -> None:
     names = ("rslora", None, "lora", "lora-head", "lora-only-head")
     rows = [
         Row(prompt=prompt_of(seed), adapter=llama.request(llama.folder(name)) if name else None)
@@ -54,19 +52,19 @@ def test_a_stock_adapter_is_cut_by_the_engine(engine: Engine, llama: Tenants) ->
         llama.assert_equal(answer, name)
 
 
-@pytest.mark.parametrize("cut_for", [1, 4])
+@pytest.mark.parametrize("compiled_for", [1, 4])
 @pytest.mark.parametrize("name", ["dora", "oft"])
-def test_an_artifact_for_another_number_of_ranks_is_served_right_or_refused_with_both_numbers(
-    cut_for: int, name: str, engine: Engine, llama: Tenants
+def test_an_artifact_for_another_number_of_ranks_is_served_correctly_or_refused_with_both_numbers(
+    compiled_for: int, name: str, engine: Engine, llama: Tenants
 ) -> None:
-    adapter = llama.request(llama.artifact(name, tp=cut_for))
+    adapter = llama.request(llama.artifact(name, tp=compiled_for))
     loaded = tried(lambda: engine.load(adapter))
     if isinstance(loaded, RefusedError):
         text = str(loaded)
-        assert f"tp {cut_for}" in text or f"{cut_for} rank" in text
+        assert f"tp {compiled_for}" in text or f"{compiled_for} rank" in text
         assert f"tp {TP}" in text or f"{TP} rank" in text
         assert f"--tp {TP}" in text
-        assert adapter.number not in engine.loaded()
+        assert adapter.lora_id not in engine.loaded()
     else:
         (answer,) = engine.generate([Row(prompt=prompt_of(5), adapter=adapter)])
         llama.assert_equal(answer, name)

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server in processes of its own on this machine's loopback, and questions to it."""
+"""Starts vLLM's OpenAI-compatible server on the loopback interface, and sends requests to it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.docs.readme import ROOT
-
-STARTING = 420
-"""Most seconds that it may take to start, on a machine that others use too."""
+from tests.runtime_vllm.engine_forks import STARTING, Fork, Forks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the server said to one call."""
+    """The server's answer to one call."""
 
     status: int
     body: str
@@ -52,17 +47,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server that runs."""
+    """A running server."""
 
     port: int
     log: Path
 
     def get(self, path: str) -> Answer:
-        """Return the answer to a question, whatever it is."""
+        """Send a GET request; returns the answer, refusals included."""
         return self._call("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, object]) -> Answer:
-        """Send `body` and return the answer, whatever it is."""
+        """Send `body` in a POST request; returns the answer, refusals included."""
         return self._call("POST", path, json.dumps(body))
 
     def _call(self, method: str, path: str, body: str | None) -> Answer:
@@ -85,20 +80,20 @@ class Server:
         return self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def models(self) -> set[str]:
-        """Return the names that it serves."""
+        """Return the names of the models and adapters that it serves."""
         return {model["id"] for model in json.loads(self.get("/v1/models").body)["data"]}
 
 
 @contextlib.contextmanager
-def serving(base: Path, adapters: Mapping[str, Path], log: Path, *options: str) -> Iterator[Server]:
-    """Run the server until the block ends; tokens go in and come out, so that the base needs no tokenizer."""
+def serving(forks: Forks, base: Path, adapters: Mapping[str, Path], log: Path, *options: str) -> Iterator[Server]:
+    """Run the server until the block ends; tokens go in and come out, so that the base needs no tokenizer.
+
+    Its processes are forked from one that has imported vLLM. `examples/vllm/serve.py` starts it as operators do.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
+    command_line = [
         "--model",
         str(base),
         "--served-model-name",
@@ -118,36 +113,29 @@ def serving(base: Path, adapters: Mapping[str, Path], log: Path, *options: str) 
         "8",
         "--max-num-batched-tokens",
         "256",
+        "--kv-cache-memory-bytes",
+        str(32 << 20),
         *options,
         "--lora-modules",
         *(f"{name}={path}" for name, path in adapters.items()),
     ]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    settings = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    process = forks.start(command_line=command_line, settings=settings, log=log)
     server = Server(port=port, log=log)
     try:
         _wait(process, server)
         yield server
     finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):  # whatever of its processes is left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
+        process.end(30)
 
 
-def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
+def _wait(process: Fork, server: Server) -> None:
     deadline = time.monotonic() + STARTING
-    while process.poll() is None and time.monotonic() < deadline:
+    while not process.ended and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             server.get("/health")
             return
-        time.sleep(0.5)
+        time.sleep(0.2)
     raise AssertionError(f"the server did not start:\n{server.log.read_text(errors='replace')[-8000:]}")

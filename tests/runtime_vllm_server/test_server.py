@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server with compiled adapters: right tokens for all of them, and none of them ends it."""
+"""vLLM's OpenAI-compatible server with compiled adapters gives PEFT's tokens, and survives bad adapters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.runtime_vllm.engine_forks import connected
 from tests.runtime_vllm_server.server import Answer, Server, serving
+from tests.support.artifact_files import rank_file
 from tests.support.served import Compiled, Pair, artifact_of, ids_of, peft_model
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in an environment of its own")
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in a separate environment")
 
 BASE = "llama-heads-of-32"
 AT_START = ("dora", "ia3")
@@ -23,10 +25,10 @@ LATER = "oft"
 METHODS = (*AT_START, LATER)
 TOKENS = 8
 IN_MEMORY = 8
-"""Adapters that the server holds in host memory."""
+"""The server's max_cpu_loras."""
 PROMPTS = tuple(tuple(row) for row in ids_of(2, 6, seed=3).tolist())
 MARGIN = 1e-3
-"""Least distance of the best log-probability from the second: ten times what the plugin may differ from PEFT."""
+"""Least distance of the best log-probability from the second: ten times the plugin's bound against PEFT."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def adapters(pair: Pair, shared_folder: Path) -> dict[str, Compiled]:
 
 @pytest.fixture(scope="module")
 def expected(adapters: dict[str, Compiled]) -> dict[str, list[list[int]]]:
-    """What PEFT continues each prompt with, by method and for the base."""
+    """PEFT's continuation of each prompt, by method and for the base."""
     found = {}
     for name in ("base", *METHODS):
         model = peft_model(BASE, adapters[name if name != "base" else LATER])
@@ -47,27 +49,33 @@ def expected(adapters: dict[str, Compiled]) -> dict[str, list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def server(adapters: dict[str, Compiled], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    adapters: dict[str, Compiled], shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A server that loads two of the adapters when it starts."""
     folder = tmp_path_factory.mktemp("server")
     at_start = {name: adapters[name].artifact for name in AT_START}
-    with serving(
-        adapters[LATER].base,
-        at_start,
-        folder / "log",
-        "--max-loras",
-        "4",
-        "--max-cpu-loras",
-        str(IN_MEMORY),
-        "--max-lora-rank",
-        "16",
-    ) as running:
+    with (
+        connected(shared_folder) as forks,
+        serving(
+            forks,
+            adapters[LATER].base,
+            at_start,
+            folder / "log",
+            "--max-loras",
+            "4",
+            "--max-cpu-loras",
+            str(IN_MEMORY),
+            "--max-lora-rank",
+            "16",
+        ) as running,
+    ):
         yield running
 
 
 @pytest.fixture
 def scratch(tmp_path: Path, adapters: dict[str, Compiled]) -> Path:
-    """A copy of an artifact that a test may break."""
+    """A copy of an artifact that a test may damage."""
     store = adapters["dora"].artifact.parent
     shutil.copytree(store, tmp_path / "store")
     return tmp_path / "store" / adapters["dora"].artifact.name
@@ -79,21 +87,21 @@ def _greedy(model: torch.nn.Module, prompt: Sequence[int]) -> list[int]:
         with torch.no_grad():
             logprobs = torch.log_softmax(model(input_ids=ids).logits[0, -1], -1)
         first, second = logprobs.topk(2).values.tolist()
-        assert first - second > MARGIN, "rounding could decide; choose another prompt"
+        assert first - second > MARGIN, "rounding could change the token; choose another prompt"
         ids = torch.cat([ids, logprobs.argmax()[None, None]], 1)
     return ids[0, len(prompt) :].tolist()
 
 
 def _all(server: Server, names: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Ask every adapter every prompt, all at the same time."""
-    asked = tuple(product(names, PROMPTS))
-    with ThreadPoolExecutor(len(asked)) as pool:
-        answers = list(pool.map(lambda one: server.complete(one[0], one[1], TOKENS).tokens, asked))
+    """Complete every prompt with every adapter, all at the same time."""
+    requests = tuple(product(names, PROMPTS))
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = list(pool.map(lambda request: server.complete(request[0], request[1], TOKENS).tokens, requests))
     return {name: answers[i * len(PROMPTS) : (i + 1) * len(PROMPTS)] for i, name in enumerate(names)}
 
 
 def _damage(artifact: Path) -> None:
-    weights = artifact / "rank-00000-of-00001.safetensors"
+    weights = rank_file(artifact)
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
@@ -112,18 +120,18 @@ def test_three_methods_and_the_base_answer_at_once_as_peft_does(
     assert _all(server, ("base", *METHODS)) == expected
 
 
-def test_unloading_one_leaves_the_others_right_and_it_can_come_back(
+def test_unloading_one_keeps_the_others_and_it_can_be_loaded_again(
     server: Server, adapters: dict[str, Compiled], expected: dict[str, list[list[int]]]
 ) -> None:
-    left, gone = ("base", "ia3"), "dora"
-    assert server.unload(gone).status == 200
-    assert server.complete(gone, PROMPTS[0], TOKENS).status == 404
-    assert _all(server, left) == {name: expected[name] for name in left}
-    assert server.load(gone, adapters[gone].artifact).status == 200
-    assert _all(server, (gone, *left)) == {name: expected[name] for name in (gone, *left)}
+    kept, unloaded = ("base", "ia3"), "dora"
+    assert server.unload(unloaded).status == 200
+    assert server.complete(unloaded, PROMPTS[0], TOKENS).status == 404
+    assert _all(server, kept) == {name: expected[name] for name in kept}
+    assert server.load(unloaded, adapters[unloaded].artifact).status == 200
+    assert _all(server, (unloaded, *kept)) == {name: expected[name] for name in (unloaded, *kept)}
 
 
-def test_a_damaged_artifact_is_refused_with_its_reason_and_the_server_goes_on(
+def test_a_damaged_artifact_is_refused_with_its_reason_and_the_rest_is_served(
     server: Server, scratch: Path, expected: dict[str, list[list[int]]]
 ) -> None:
     _damage(scratch)
@@ -146,7 +154,7 @@ def test_a_peft_folder_that_vllm_refuses_is_refused_with_the_command_that_compil
     _refused(server.load("raw", adapters["dora"].adapter), "vLLM does not yet support DoRA", "scute compile", "--tp 1")
 
 
-def test_a_request_whose_artifact_is_gone_ends_alone(
+def test_a_request_whose_artifact_was_deleted_ends_alone(
     server: Server, scratch: Path, expected: dict[str, list[list[int]]]
 ) -> None:
     assert server.load("short-lived", scratch).status == 200
@@ -165,7 +173,9 @@ def test_new_content_under_a_loaded_name_answers_after_it_is_loaded_in_place(
     assert server.load("tenant", scratch).status == 200
     assert _all(server, ("tenant",)) == {"tenant": expected["dora"]}
     shutil.rmtree(scratch)
-    shutil.copytree(adapters["ia3"].artifact, scratch)  # the same prompts, of which the older keys and values are kept
+    shutil.copytree(
+        adapters["ia3"].artifact, scratch
+    )  # the prefix cache holds keys and values of the older content for these prompts
     refused = server.complete("tenant", PROMPTS[0], TOKENS)
     assert refused.status >= 500
     assert server.load("tenant", scratch).status == 400
@@ -174,7 +184,7 @@ def test_new_content_under_a_loaded_name_answers_after_it_is_loaded_in_place(
     assert server.unload("tenant").status == 200
 
 
-def test_what_was_loaded_in_place_is_not_read_again_for_its_requests(
+def test_requests_do_not_read_an_adapter_again_that_was_loaded_in_place(
     server: Server, scratch: Path, expected: dict[str, list[list[int]]]
 ) -> None:
     assert server.load("replaced", scratch).status == 200

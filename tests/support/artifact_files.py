@@ -1,4 +1,4 @@
-"""Reads an artifact's files and changes them on purpose, with every hash made right again."""
+"""Reading the files of artifacts, and changing them with hashes and names that match."""
 
 from __future__ import annotations
 
@@ -10,55 +10,64 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 Tensors = dict[str, torch.Tensor]
 
 
 def manifest_of(artifact: Path) -> dict[str, Any]:
-    """The manifest as plain values."""
+    """Return the manifest as plain values."""
     manifest: dict[str, Any] = json.loads((artifact / "manifest.json").read_text())
     return manifest
 
 
 def digest_of(manifest: dict[str, Any]) -> str:
-    """The content digest: sha256 of the canonical JSON of everything but the digest."""
+    """Return the digest as docs/format.md defines it: sha256 of the canonical JSON without the digest."""
     body = {key: value for key, value in manifest.items() if key != "digest"}
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def rank_file(artifact: Path, rank: int = 0) -> Path:
+    """Return the file of a rank."""
+    return artifact / str(manifest_of(artifact)["ranks"][rank]["file"])
+
+
+def save_rank(folder: Path, rank: int, tp: int, tensors: Tensors) -> dict[str, Any]:
+    """Write a rank's file under the name that its content requires, and return its manifest record."""
+    raw = save(tensors)
+    digest = hashlib.sha256(raw).hexdigest()
+    file = folder / f"rank-{rank:05d}-of-{tp:05d}.{digest[:16]}.safetensors"
+    file.write_bytes(raw)
+    return {"file": file.name, "sha256": digest, "bytes": len(raw)}
+
+
 def rank_tensors(artifact: Path) -> list[Tensors]:
-    """Every rank's tensors."""
+    """Return the tensors of every rank."""
     return [load_file(artifact / rank["file"]) for rank in manifest_of(artifact)["ranks"]]
 
 
 def tampered(artifact: Path, name: str, change: Callable[[Tensors], None], *, every_rank: bool = True) -> Path:
-    """Copy an artifact within its store, change the tensors of every rank, and make its hashes and sizes right.
+    """Copy an artifact within its store and change its tensors; names, hashes and sizes match the changed files.
 
     Args:
-        artifact: What is copied.
-        name: Of the copy.
-        change: Called once per rank, in order.
-        every_rank: Whether each call must change something, or one of them at least.
+        artifact: The artifact to copy.
+        name: The name of the copy.
+        change: Called once per rank, in order, with the rank's tensors.
+        every_rank: Whether each call must change a tensor, or at least one of them.
     """
     copy = artifact.with_name(name)
     shutil.copytree(artifact, copy)
     manifest = manifest_of(copy)
     changed = []
-    for rank in manifest["ranks"]:
-        file = copy / rank["file"]
-        with safe_open(file, "pt") as opened:
-            metadata = opened.metadata()
-        tensors = load_file(file)
+    for rank, record in enumerate(manifest["ranks"]):
+        tensors = load_file(copy / record["file"])
         before = {key: value.clone() for key, value in tensors.items()}
         change(tensors)
         changed.append(any(not torch.equal(before[key], tensors[key]) for key in before))
-        save_file(tensors, file, metadata=metadata)
-        rank["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-        rank["bytes"] = file.stat().st_size
-    assert all(changed) if every_rank else any(changed), "the change changes nothing"
+        (copy / record["file"]).unlink()
+        manifest["ranks"][rank] = save_rank(copy, rank, manifest["tp"], tensors)
+    assert all(changed) if every_rank else any(changed), "no tensor changed"
     manifest["digest"] = digest_of(manifest)
-    (copy / "manifest.json").write_text(json.dumps(manifest, ensure_ascii=False))
+    (copy / "manifest.json").write_text(json.dumps(manifest))
     return copy

@@ -1,4 +1,4 @@
-"""Artifacts written by hand, straight from the page of the format: readers are tested without the compiler."""
+"""Artifacts written by hand after docs/format.md, so that readers are tested without the compiler."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from scute_compile.formats.manifest import manifest_digest
+from scute_compile.ir.dtypes import torch_dtype
+from tests.support.artifact_files import save_rank
 
 Tensors = Mapping[str, torch.Tensor]
 Ranges = Sequence[Sequence[int]]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """One site with its whole slots, before any cut."""
+    """One site with its slots whole, before any cut."""
 
     name: str
     in_features: int
@@ -32,19 +33,19 @@ class Written:
     """Per rank; None: whole, or in equal parts on a row site."""
     outputs: Sequence[Ranges] | None = None
     shared: frozenset[str] = frozenset()
-    """Factors that go to the store: `A0`, `B0`, ...; they may be wider than the site."""
+    """Factors that lie in the store's `factors`: `A0`, `B0`, ...; they may be wider than the site."""
     rows: Ranges | None = None
-    """Fully sharded, on a column site: per rank its interval of every term's rank."""
+    """Fully sharded, on a column site: per rank, its interval of every term's rank."""
     columns: Ranges | None = None
-    """Fully sharded, on a row site: per rank its interval of the outputs."""
+    """Fully sharded, on a row site: per rank, its interval of the outputs."""
 
     def terms(self) -> int:
-        """Number of low-rank terms."""
+        """Return the number of low-rank terms."""
         return sum(slot.startswith("A") for slot in self.slots)
 
 
 def even(features: int, tp: int) -> list[Ranges]:
-    """Equal parts."""
+    """Return the ranges of ranks that hold equal parts."""
     step = features // tp
     return [[[rank * step, (rank + 1) * step]] for rank in range(tp)]
 
@@ -55,7 +56,7 @@ def _cut(tensor: torch.Tensor, axis: int, ranges: Ranges) -> torch.Tensor:
 
 def write_factor(store: Path, factor: torch.Tensor, dtype: str) -> str:
     """Put a shared factor into the store and return its hash."""
-    stored = factor.to(DTYPES[dtype]).contiguous()
+    stored = factor.to(torch_dtype(dtype)).contiguous()
     rank, features = stored.shape
     raw = stored.view(torch.uint8).numpy().tobytes()
     digest = hashlib.sha256(f"{dtype}:{rank}x{features}:".encode() + raw).hexdigest()
@@ -81,15 +82,11 @@ def write_artifact(
     factors: dict[str, dict[str, object]] = {}
     records = [_site(store, site, tp=tp, dtype=dtype, files=files, factors=factors) for site in sites]
     full = any(site.rows or site.columns for site in sites)
-    ranks = []
-    for rank, tensors in enumerate(files):
-        path = folder / f"rank-{rank:05d}-of-{tp:05d}.safetensors"
-        save_file(tensors, path)
-        raw = path.read_bytes()
-        ranks.append({"file": path.name, "sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)})
+    ranks = [save_rank(folder, rank, tp, tensors) for rank, tensors in enumerate(files)]
     manifest: dict[str, object] = {
-        "schema_version": "1.1" if full else "1.0",
-        **({"lora_sharding": "full"} if full else {}),
+        "format": "scute.artifact",
+        "schema_version": "2.0",
+        "lora_sharding": "full" if full else "default",
         "tool": "scute 0.1.0",
         "name": name,
         "method": method,
@@ -114,7 +111,7 @@ def write_artifact(
 
 
 def rewrite_manifest(folder: Path, manifest: dict[str, object]) -> None:
-    """Write the manifest with the digest that it should have."""
+    """Write a manifest with its right digest."""
     digest = manifest_digest(manifest)  # type: ignore[arg-type] # built from plain JSON values
     (folder / "manifest.json").write_text(json.dumps({**manifest, "digest": digest}))
 
@@ -140,14 +137,14 @@ def _site(
             "rank": rank,
             "features": features,
             "dtype": dtype,
-            "bytes": (store / "factors" / f"{digest}.safetensors").stat().st_size,
+            "bytes": rank * features * torch_dtype(dtype).itemsize,
         }
         windows[slot] = {"factor": digest, "features": site.in_features if slot[0] == "A" else site.out_features}
     for rank in range(tp):
         for slot, tensor in site.slots.items():
             if slot not in site.shared:
                 key = f"{site.name}.{slot}" if slot in ("dR", "ds", "b") else f"{site.name}.terms.{slot[1:]}.{slot[0]}"
-                stored = torch.float32 if slot == "b" else DTYPES[dtype]
+                stored = torch.float32 if slot == "b" else torch_dtype(dtype)
                 files[rank][key] = _on_rank(site, slot, tensor, inputs[rank], outputs[rank], rank).to(stored)
     rotation = site.slots.get("dR")
     return {
@@ -161,7 +158,7 @@ def _site(
         "rotation": None if rotation is None else _rotation(rotation),
         "scale": "ds" in site.slots,
         "shift": "b" in site.slots,
-        "shift_rank": -1 if site.split == "column" else 0,
+        "shift_rank": 0 if site.split == "row" else -1,
         "terms": [
             {
                 "rank": site.slots[f"A{number}"].shape[0],
@@ -169,8 +166,8 @@ def _site(
                 "b": windows.get(f"B{number}"),
                 "d": f"d{number}" in site.slots,
                 "e": f"e{number}" in site.slots,
-                **({"rows": site.rows} if site.rows else {}),
-                **({"columns": site.columns} if site.columns else {}),
+                "rows": site.rows,
+                "columns": site.columns,
             }
             for number in range(site.terms())
         ],

@@ -1,7 +1,7 @@
 """Tiny random base models, written as `save_pretrained` writes real ones.
 
-Every norm and bias is drawn away from its initial value and every matrix has the scale `sqrt(2 / in)`, so that a slot
-that is dropped, scaled or cut wrongly moves the answer. Half of the folders are split into shards with an index.
+Norms and biases are drawn far from their initial values, and matrices have the scale `sqrt(2 / in)`, so that a slot
+that is dropped, scaled or cut wrongly changes the output. Half of the folders are split into shards with an index.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SHARD = "100KB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sites:
-    """Suffixes of one architecture's linear layers, by what a test wants of them."""
+    """Suffixes of an architecture's linear layers, by their use in tests."""
 
     attention: tuple[str, ...] = ATTENTION
     feedforward: tuple[str, ...] = GATED
     values: tuple[str, ...] = ("k_proj", "v_proj")
-    """Where IA3 scales outputs."""
+    """The layers whose outputs IA3 scales."""
     down: str = "down_proj"
-    """Where IA3 scales inputs."""
+    """The layer whose inputs IA3 scales."""
     conv1d: bool = False
     """Whether weights are stored `(in, out)`."""
     attention_out: str = "o_proj"
@@ -50,7 +50,7 @@ class Sites:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """How one tiny base is made."""
+    """The recipe of a tiny base."""
 
     config: Callable[[], object]
     sites: Sites = field(default_factory=Sites)
@@ -116,7 +116,7 @@ BASES: Mapping[str, Base] = {
         config=_llama(num_attention_heads=9, num_key_value_heads=3, hidden_size=72, intermediate_size=144),
         sharded=True,
     ),
-    "llama-heads-of-32": Base(  # the smallest heads that every attention back end takes
+    "llama-heads-of-32": Base(  # the smallest heads that every attention back end supports
         config=_llama(num_attention_heads=4, head_dim=32), sharded=True
     ),
     "qwen2-heads-of-32": Base(
@@ -204,7 +204,7 @@ def load_base(name: str, folder: Path) -> torch.nn.Module:
 
 
 def made_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Return `target`, written by the first process that asks for it; others wait, and share it."""
+    """Return `target`, which the first process writes while others wait."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_name(f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
-"""Adapters that went wrong somewhere on the way to a server, each with the only acceptable answer.
+"""Adapters as they arrive from users, intact and damaged, each with its expected outcome.
 
-Outcomes: `exact` compiles and equals PEFT; `noted` does so too and says what is worth knowing; `refused` leaves nothing
-behind and names the fault. A group in `words` is met when one of its spellings is in the findings, in lower case.
+Outcomes: `exact` compiles and equals PEFT; `noted` does so and has notes; `refused` writes nothing and names the fault.
+A group in `words` matches when one of its spellings is in the findings, in lower case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TASK = "CAUSAL_LM"
 
 
 class Outcome(StrEnum):
-    """The three answers of `check` and `compile`."""
+    """The three outcomes of `check` and `compile`."""
 
     EXACT = "exact"
     NOTED = "noted"
@@ -32,28 +32,29 @@ class Outcome(StrEnum):
 
 
 class Oracle(StrEnum):
-    """What a compiled case is compared with."""
+    """The reference of a compiled case."""
 
     PEFT = "PEFT, on the adapter as it is"
     UNCHANGED = "the artifact of the adapter before it was changed, because PEFT can't load this one"
-    OWN_TEST = "a test of its own"
+    UNCHANGED_TENSORS = "the tensors of that artifact, because PEFT's matching of patterns does not end"
+    SEPARATE_TEST = "a separate test"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One adapter, how it came about, and its answer."""
+    """An adapter, the changes that made it, and its expected outcome."""
 
     name: str
     outcome: Outcome
     config: Callable[[], object]
     base: str = "llama"
     trained_on: str = ""
-    """Another base than the one it is served on."""
+    """The base of the training run, when it is not the base that it is compiled for."""
     edit: Callable[[damage.Saved], None] | None = None
     spoil: Callable[[Path], None] | None = None
     words: tuple[str | tuple[str, ...], ...] = ()
     sites_named: int = 0
-    """How many different sites the findings must name."""
+    """The least number of different sites that the findings name."""
     tp: tuple[int, ...] = (1,)
     oracle: Oracle = Oracle.PEFT
 
@@ -69,7 +70,7 @@ def _some_head() -> torch.Tensor:
 
 
 def base_tensor(folder: Path, key: str) -> torch.Tensor:
-    """Read one tensor of a base folder, whichever file holds it."""
+    """Read a tensor from any file of a base folder."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             if key in opened.keys():  # noqa: SIM118 - the reader is no mapping
@@ -138,7 +139,7 @@ NAMES = (
         name="an unchanged copy of the head",
         outcome=N,
         config=lora(),
-        # The tensor is filled in by the fixture: it is the base's own.
+        # The fixture replaces the empty tensor by the base's.
         edit=added(ROOT + "lm_head.base_layer.weight", lambda: torch.empty(0)),
         words=("lm_head", ("identical", "equal", "copy")),
     ),

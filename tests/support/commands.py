@@ -1,4 +1,4 @@
-"""Runs the command line, in this process or in one of its own, and reads what it says."""
+"""Runs the command line, in this process or in another one, and parses its output."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Ran:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """What `--json` printed; standard output must hold nothing else."""
+        """The JSON on standard output, which must hold nothing else."""
         value: dict[str, Any] = json.loads(self.out)
         assert value["schema_version"] == SCHEMA_VERSION
         return value
 
     @property
     def adapter(self) -> dict[str, Any]:
-        """The answer about the only adapter of the call."""
+        """The outcome of the only adapter of the call."""
         adapters = self.answer["adapters"]
         assert len(adapters) == 1, adapters
         only: dict[str, Any] = adapters[0]
         return only
 
     def assert_clean(self) -> None:
-        """The command ended as it should: a documented exit code, no traceback, no internal error."""
+        """Check for a documented exit status, no traceback and no internal error."""
         assert self.code in {0, 1, 2}, self
         for text in (self.out, self.err):
             assert "Traceback" not in text, text
@@ -58,7 +58,7 @@ def scute(*arguments: object) -> Ran:
 
 
 def scute_process(*arguments: object, cwd: Path | None = None) -> Ran:
-    """Run a command in a process of its own."""
+    """Run a command in a new process."""
     command = [sys.executable, "-m", "scute_compile", *(str(argument) for argument in arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=300)
     ran = Ran(code=done.returncode, out=done.stdout, err=done.stderr)
@@ -67,7 +67,7 @@ def scute_process(*arguments: object, cwd: Path | None = None) -> Ran:
 
 
 def python(program: str, *arguments: object) -> str:
-    """Run a small program in a fresh interpreter and return what it printed."""
+    """Run a small program in a new interpreter and return its output."""
     command = [sys.executable, "-c", program, *(str(argument) for argument in arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def python(program: str, *arguments: object) -> str:
 
 
 def compiled(adapter: Path, base: Path, store: Path, *options: object) -> Path:
-    """Compile one adapter that must be servable, and return its artifact."""
+    """Compile an adapter that must be servable, and return its artifact."""
     ran = scute("compile", adapter, "--base", base, "-o", store, "--json", *options)
     assert ran.code == 0, ran.out + ran.err
     artifact = Path(str(ran.adapter["artifact"]))
@@ -84,6 +84,6 @@ def compiled(adapter: Path, base: Path, store: Path, *options: object) -> Path:
 
 
 def verified(artifact: Path, adapter: Path, base: Path, *, tokens: int = 16) -> dict[str, Any]:
-    """Compare an artifact with PEFT and return the figures, whatever they are."""
+    """Compare an artifact with PEFT and return the figures, passed or not."""
     ran = scute("verify", artifact, "--adapter", adapter, "--base", base, "--tokens", tokens, "--json")
     return ran.answer

@@ -1,4 +1,4 @@
-"""What happens to adapters between the training run and the user: renamed keys, edited configs, broken files."""
+"""Changes to saved adapters: renamed keys, edited configurations, damaged files."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ ROOT = "base_model.model."
 
 @dataclass(slots=True, kw_only=True)
 class Saved:
-    """An adapter folder that was read into memory to be changed."""
+    """An adapter folder in memory, to be changed."""
 
     tensors: dict[str, torch.Tensor]
     config: dict[str, object]
 
     @classmethod
     def read(cls, folder: Path) -> Saved:
-        """Read what PEFT wrote."""
+        """Read a folder that PEFT wrote."""
         return cls(tensors=load_file(folder / WEIGHTS), config=json.loads((folder / CONFIG).read_text()))
 
     def write(self, folder: Path) -> None:
-        """Write it back under the same names."""
+        """Write the adapter under the same file names."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file(self.tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(self.config, indent=2))
@@ -55,7 +55,7 @@ def configured(**fields: object) -> Edit:
 
 
 def without(*fields: str) -> Edit:
-    """Remove fields of the configuration, as files of older versions lack them."""
+    """Remove fields of the configuration, which files of older versions lack."""
 
     def edit(saved: Saved) -> None:
         for field in fields:
@@ -101,12 +101,12 @@ def first_set_to(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def foreign_configuration(saved: Saved) -> None:
-    """Another program's settings under the same file name."""
+    """Replace the configuration by another program's settings."""
     saved.config = {"base_model": "robots/arm-policy"}
 
 
 def other_frameworks_layout(saved: Saved) -> None:
-    """The layout of a framework that stores both factors transposed and writes their names in lower case."""
+    """Store both factors transposed under lower-case names, as another framework does."""
     names = {".lora_A.weight": ".lora_a", ".lora_B.weight": ".lora_b"}
     tensors = {}
     for key, value in saved.tensors.items():
@@ -116,13 +116,13 @@ def other_frameworks_layout(saved: Saved) -> None:
 
 
 def magnitudes_in_both_spellings(saved: Saved) -> None:
-    """A second, different copy of every magnitude under the spelling of raw state dicts."""
+    """Add a second, different copy of every magnitude under its key in raw state dicts."""
     twins = {f"{key}.weight": 2 * value for key, value in saved.tensors.items() if "magnitude" in key}
     saved.tensors.update(twins)
 
 
 def first_generation_rotation(saved: Saved) -> None:
-    """OFT as its first release saved it: square blocks `oft_r`, no block size, no version."""
+    """Save OFT as its first release did: square blocks `oft_r`, no block size, no version."""
     generator = torch.Generator().manual_seed(3)
     saved.tensors = {
         key.replace("oft_R.weight", "oft_r"): 0.2 * torch.randn(8, 8, 8, generator=generator) for key in saved.tensors
@@ -142,17 +142,17 @@ def one_site_of_rank(rank: int) -> Edit:
 
 
 def nothing_left(saved: Saved) -> None:
-    """No tensors at all."""
+    """Remove all tensors."""
     saved.tensors = {}
 
 
 def emptied(saved: Saved) -> None:
-    """Every tensor with a shape of zero, as a sharded run saves what it doesn't hold."""
+    """Empty every tensor, as a sharded run saves tensors that lie on other ranks."""
     saved.tensors = {key: torch.zeros(0) for key in saved.tensors}
 
 
 def git_lfs_pointer(folder: Path) -> None:
-    """What a clone without the large files holds."""
+    """Replace the weights by the pointer file of a clone without large files."""
     lines = ("version https://git-lfs.github.com/spec/v1", f"oid sha256:{'5e' * 32}", "size 8123456", "")
     (folder / WEIGHTS).write_text("\n".join(lines))
 
@@ -167,12 +167,12 @@ def cut_short(count: int) -> Spoil:
 
 
 def header_of_an_exabyte(folder: Path) -> None:
-    """A header length that nobody should allocate."""
+    """Set a header length that must not be allocated."""
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 60) + (folder / WEIGHTS).read_bytes()[8:])
 
 
 def windows_line_ends(folder: Path) -> None:
-    """A configuration edited on Windows."""
+    """Write the configuration with Windows line ends."""
     text = (folder / CONFIG).read_text()
     (folder / CONFIG).write_bytes(text.replace("\n", "\r\n").encode())
 
@@ -188,6 +188,6 @@ class _Trap:
 
 
 def pickle_with_a_trap(folder: Path) -> None:
-    """Only a pickle, which writes a file when it is loaded."""
+    """Replace the weights by a pickle that writes a file when it is loaded."""
     torch.save({**load_file(folder / WEIGHTS), "trap": _Trap()}, folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()

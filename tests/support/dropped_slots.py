@@ -1,4 +1,4 @@
-"""Ways to take one slot out of an artifact, by what is lost: each must be noticed wherever the artifact is served."""
+"""Changes that drop one slot from an artifact, each of which must change the outputs of every runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.artifact_files import Tensors
 
 
 def every(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    """Change all tensors whose keys end so."""
+    """Return a change of all tensors whose keys have this ending."""
 
     def apply(tensors: Tensors) -> None:
         for key in [key for key in tensors if key.endswith(ending)]:
@@ -20,7 +20,7 @@ def every(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
 
 
 def first(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    """Change the first of the tensors whose keys end so."""
+    """Return a change of the first tensor whose key has this ending."""
 
     def apply(tensors: Tensors) -> None:
         key = min(key for key in tensors if key.endswith(ending))
@@ -30,7 +30,7 @@ def first(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
 
 
 def without_merged_scale(tensors: Tensors) -> None:
-    """Divide DoRA's `e` out of every B again: it equals `s`, which stands beside it."""
+    """Divide DoRA's `e`, which equals `s`, out of every B."""
     for key in [key for key in tensors if key.endswith(".terms.0.B")]:
         tensors[key] = tensors[key] / (1 + tensors[key.replace(".terms.0.B", ".ds")])
 
@@ -59,6 +59,6 @@ DROPPED: Mapping[str, tuple[str, str, Callable[[Tensors], None]]] = {
     "one e of VeRA": ("vera", "llama", first(".e", zeroed)),
     "R of OFT": ("oft", "llama", every(".dR", zeroed)),
     "one R of OFT": ("oft", "llama", first(".dR", zeroed)),
-    "R of OFT, turned the other way": ("oft-exact", "llama", every(".dR", lambda value: value.transpose(-1, -2))),
+    "R of OFT, inverted": ("oft-exact", "llama", every(".dR", lambda value: value.transpose(-1, -2))),
 }
-"""What is lost: the recipe of the adapter, its base, and the change of a rank's tensors."""
+"""By dropped slot: the recipe of the adapter, its base, and the change of a rank's tensors."""

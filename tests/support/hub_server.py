@@ -1,4 +1,4 @@
-"""A Hub on this machine: real HTTP for `huggingface_hub`, with a ledger of the bytes that were sent."""
+"""A local HTTP server that answers `huggingface_hub` as a Hub does, and counts the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Hub:
 
     folder: Path
     ranges: bool = True
-    """Whether it honours byte ranges; some mirrors send the whole file."""
+    """Whether it supports byte ranges; some mirrors send the whole file."""
     sent: dict[str, int] = field(default_factory=dict)
-    """Bytes written to the wire, by file."""
+    """Bytes sent, by file."""
     url: str = ""
 
     def run(self, code: str, home: Path) -> subprocess.CompletedProcess[str]:
@@ -64,11 +64,11 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def hub(self) -> Hub:
-        """What is served."""
+        """The hub that the server answers for."""
         return cast("Server", self.server).hub
 
     def answer(self, *, body: bool) -> None:
-        """Send the repository's facts, its list of files, or a file."""
+        """Send the repository's metadata, its list of files, or a file."""
         path = self.path.partition("?")[0]
         files = {
             f.relative_to(self.hub.folder).as_posix(): f for f in sorted(self.hub.folder.rglob("*")) if f.is_file()
@@ -101,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
     def reply(
         self, status: int, raw: bytes, *, body: bool, headers: dict[str, str] | None = None, name: str = ""
     ) -> None:
-        """Send `raw` and enter what went out into the ledger."""
+        """Send `raw` and count the bytes sent."""
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)

@@ -1,4 +1,4 @@
-"""The normal form and the compiled form in float64, straight from their formulas, with values drawn by name.
+"""The normal form and the compiled form by their formulas in float64, with random values by name.
 
 `x` is `(tokens, in)`, a weight is stored `(out, in)`, factors are rank-major.
 """
@@ -23,12 +23,12 @@ EXACT = 1e-12
 
 
 def value(key: str, *shape: int) -> Ref:
-    """A tensor of the adapter's checkpoint."""
+    """Return a reference to a tensor of the adapter's checkpoint."""
     return Ref(Source.ADAPTER, key, shape, "F64")
 
 
 def linear(inputs: int, outputs: int, *, bias: bool) -> Linear:
-    """A layer of the base."""
+    """Return a layer of the base."""
     return Linear(
         name="up",
         in_features=inputs,
@@ -39,39 +39,39 @@ def linear(inputs: int, outputs: int, *, bias: bool) -> Linear:
 
 
 def factor(key: str, owner: Owner, rank: int, features: int) -> Factor:
-    """A factor; one that the adapter doesn't own is a window of itself."""
+    """Return a factor; a shared factor is a window of itself."""
     whole = value(key, rank, features)
     return Factor(value=whole, owner=owner, shared=whole if owner is Owner.SHARED else None)
 
 
 def unrounded(values: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-    """The rounding of an ideal artifact."""
+    """Round nothing, like an ideal artifact."""
     return values
 
 
 def coarse(values: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-    """A rounding that nobody can overlook: to multiples of 1/4."""
+    """Round to multiples of 1/4, which causes large errors."""
     return np.round(values * 4) / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Values for every tensor of a program, by key; `absolute` gives their absolute values, for error bounds."""
+    """Random values for every tensor of a program, by key; their absolute values, for error bounds, with `absolute`."""
 
     seed: int
     spread: float = 1.0
-    """Powers of ten over which magnitudes spread."""
+    """Scales are drawn between `10 ** -spread` and `10 ** spread`."""
     rounding: Callable[[npt.NDArray[np.floating]], npt.NDArray[np.floating]] = unrounded
     absolute: bool = False
 
     def read(self, ref: Ref) -> F64:
-        """Return the tensor, the same at every call."""
+        """Return the values of a tensor, equal at every call."""
         generator = np.random.default_rng([self.seed, zlib.crc32(ref.key.encode())])
         drawn = generator.standard_normal(ref.shape) * 10.0 ** generator.uniform(-self.spread, self.spread)
         return np.asarray(np.abs(drawn) if self.absolute else drawn, np.float64)
 
     def of(self, x: Expression) -> F64:
-        """Evaluate an expression as packing does."""
+        """Return the value of an expression, evaluated as in packing."""
         return evaluate(x, self.read, {}, self.rounding).astype(np.float64)
 
     def inputs(self, tokens: int, features: int) -> F64:
@@ -87,7 +87,7 @@ class Drawn:
         return (abs(term.c) if self.absolute else term.c) * out
 
     def terms(self, x: F64, site: Site) -> F64:
-        """Return what all terms add."""
+        """Return the sum of all terms."""
         return sum((self.term(x, term) for term in site.terms), np.zeros((x.shape[0], site.linear.out_features)))
 
     def product(self, x: F64, site: Site) -> F64:
@@ -107,7 +107,7 @@ class Drawn:
         return y + y * ds + (0.0 if site.b is None else self.of(site.b)) + self.terms(x, site)
 
 
-def assert_equal(one: F64, other: F64, bound: F64) -> None:
-    """Compare relative to what the same sums give with absolute values: cancellation is no error of a rewrite."""
-    assert one.shape == other.shape
-    assert np.all(np.abs(one - other) <= EXACT * bound + np.finfo(np.float64).tiny)
+def assert_equal(actual: F64, expected: F64, bound: F64) -> None:
+    """Assert equality relative to the same sums of absolute values, so that cancellation counts as no error."""
+    assert actual.shape == expected.shape
+    assert np.all(np.abs(actual - expected) <= EXACT * bound + np.finfo(np.float64).tiny)

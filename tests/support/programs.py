@@ -1,10 +1,12 @@
-"""Programs written by hand and taken through the planning passes: a few layers of one method each."""
+"""Programs written by hand and taken through the passes after parsing: a few layers of one method each."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from scute_compile.base.structure import ModelStructure
+from scute_compile.ir.dtypes import DType
 from scute_compile.ir.expressions import (
     ColumnNorm,
     Divide,
@@ -19,15 +21,14 @@ from scute_compile.ir.expressions import (
     Take,
 )
 from scute_compile.ir.linear import Linear, Part, Product, Split
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Factor, Owner, Program, Rotation, RotationKind, Site, Stage, Term
 from scute_compile.ir.spec import verify
 from scute_compile.ir.target import Target
-from scute_compile.passes.fold import fold
-from scute_compile.passes.place import place
-from scute_compile.passes.route import route
-from scute_compile.passes.scale import scale
+from scute_compile.passes.context import Context
+from scute_compile.passes.parse.checkpoint import parse
 from scute_compile.passes.scan import TensorFacts
-from scute_compile.passes.shard import shard
+from scute_compile.pipeline import PIPELINE
 
 ORDINARY = TensorFacts(finite=True, zero=False, largest=1.0, smallest=0.1, not_one=1, ones=False, size=1)
 
@@ -37,7 +38,7 @@ def value(key: str, *shape: int) -> Expression:
 
 
 def linear(name: str, inputs: int, outputs: int, *, row: bool = False, gemm: str = "", up: str = "") -> Linear:
-    """A layer with a bias when its name ends with `k_proj`."""
+    """Return a layer, with a bias when its name ends with `k_proj`."""
     bias = Ref(Source.BASE, f"{name}.bias", (outputs,), "BF16") if name.endswith("k_proj") else None
     return Linear(
         name=name,
@@ -52,19 +53,27 @@ def linear(name: str, inputs: int, outputs: int, *, row: bool = False, gemm: str
     )
 
 
-def planned(method: str, sites: Sequence[Site], *, also: Sequence[Linear] = (), tp: int = 1) -> Program:
-    """Run place to route; `also` are layers of the base that the adapter doesn't touch."""
-    linears: Mapping[str, Linear] = {x.name: x for x in [*(site.linear for site in sites), *also]}
-    settings = (("made", "by hand"),)
-    parsed = Program(method=method, stage=Stage.PARSED, sites=tuple(sites), target=Target(tp=tp), settings=settings)
-    folded = verify(fold(verify(place(verify(parsed), linears)), defaultdict(lambda: ORDINARY)))
-    return verify(
-        route(verify(shard(verify(scale(folded)))), near_identity=[s.name for s in folded.sites if s.rotation])
+def context(linears: Iterable[Linear]) -> Context:
+    """Return a context over a base of these layers, in which every tensor has ordinary values."""
+    structure = ModelStructure(
+        model_type="made", linears={linear.name: linear for linear in linears}, tensors={}, dtype=DType.BFLOAT16
     )
+    return Context(facts=defaultdict(lambda: ORDINARY), structure=structure)
+
+
+def planned(method: Method, sites: Sequence[Site], *, also: Sequence[Linear] = (), tp: int = 1) -> Program:
+    """Run every pass after `parse`; `also` are layers of the base that the adapter doesn't touch."""
+    settings = (("made", "by hand"),)
+    program = Program(method=method, stage=Stage.PARSED, sites=tuple(sites), target=Target(tp=tp), settings=settings)
+    given = context([*(site.linear for site in sites), *also])
+    for step in PIPELINE:
+        program = program if step is parse else verify(step(program, given))
+    given.findings.raise_if_errors()
+    return program
 
 
 def dora(layers: Sequence[int] = range(4), *, tp: int = 1) -> Program:
-    """DoRA on q_proj and o_proj, c = 2."""
+    """Return a program of DoRA on q_proj and o_proj, with c = 2."""
     sites = []
     for layer in layers:
         for short, row in (("q_proj", False), ("o_proj", True)):
@@ -74,11 +83,11 @@ def dora(layers: Sequence[int] = range(4), *, tp: int = 1) -> Program:
             norm = ColumnNorm(weight=base.weight, transposed=False, a=a, b=b, c=2.0)
             s = Divide(value(f"{name}.m", 64), norm)
             sites.append(Site(linear=base, s=s, terms=(Term(a=Factor(value=a), b=Factor(value=b), e=s, c=2.0),)))
-    return planned("dora", sites, tp=tp)
+    return planned(Method.DORA, sites, tp=tp)
 
 
 def vera(layers: Sequence[int] = (0, 1, 3), *, tp: int = 1) -> Program:
-    """VeRA on q_proj and v_proj over one shared pair of rank 16."""
+    """Return a program of VeRA on q_proj and v_proj, over one shared pair of rank 16."""
     whole_a, whole_b = value("vera_A", 16, 96), value("vera_B", 16, 96)
     sites = []
     for layer in layers:
@@ -88,11 +97,11 @@ def vera(layers: Sequence[int] = (0, 1, 3), *, tp: int = 1) -> Program:
             b = Factor(value=Take(whole_b, 1, ((0, outputs),)), owner=Owner.SHARED, shared=whole_b)
             term = Term(a=a, b=b, d=value(f"{name}.d", 16), e=value(f"{name}.e", outputs))
             sites.append(Site(linear=linear(name, 64, outputs), terms=(term,)))
-    return planned("vera", sites, tp=tp)
+    return planned(Method.VERA, sites, tp=tp)
 
 
 def ia3(layers: Sequence[int] = range(3), *, tp: int = 1) -> Program:
-    """IA3 on k_proj, which has a bias, and on the input of down_proj, which moves to up_proj."""
+    """Return a program of IA3 on k_proj, which has a bias, and on the input of down_proj, which moves to up_proj."""
     sites, ups = [], []
     for layer in layers:
         key = linear(f"model.layers.{layer}.self_attn.k_proj", 64, 32)
@@ -104,11 +113,11 @@ def ia3(layers: Sequence[int] = range(3), *, tp: int = 1) -> Program:
         sites.append(Site(linear=key, s=l_k, beta=Multiply(l_k, key.bias)))
         delta = Subtract(l_ff, Fill(1.0, (96,)))
         sites.append(Site(linear=down, rotation=Rotation(kind=RotationKind.DIAGONAL, delta=delta)))
-    return planned("ia3", sites, also=ups, tp=tp)
+    return planned(Method.IA3, sites, also=ups, tp=tp)
 
 
 def oft(layers: Sequence[int] = range(2), *, tp: int = 1) -> Program:
-    """OFT on the fused q_proj and v_proj: blocks of 8, and one block that repeats."""
+    """Return a program of OFT on the fused q_proj and v_proj: blocks of 8, and one block that repeats."""
     sites = []
     for layer in layers:
         for short, blocks in (("q_proj", 8), ("v_proj", 1)):
@@ -116,7 +125,12 @@ def oft(layers: Sequence[int] = range(2), *, tp: int = 1) -> Program:
             base = linear(name, 64, 64, gemm=f"model.layers.{layer}.self_attn.qkv")
             delta = RotationBlocks(x=value(f"{name}.R", blocks, 28), size=8, form=RotationForm.CAYLEY)
             sites.append(Site(linear=base, rotation=Rotation(kind=RotationKind.BLOCKS, delta=delta)))
-    return planned("oft", sites, tp=tp)
+    return planned(Method.OFT, sites, tp=tp)
 
 
-METHODS = {"dora": dora, "vera": vera, "ia3": ia3, "oft": oft}
+METHODS: Mapping[str, Callable[[], Program]] = {
+    Method.DORA: dora,
+    Method.VERA: vera,
+    Method.IA3: ia3,
+    Method.OFT: oft,
+}

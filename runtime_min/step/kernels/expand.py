@@ -1,17 +1,17 @@
 """Decode expand: finishes the output of a fused GEMM in place.
 
 `out = z + z * ds + b + ((h * d) B) * e` on the rows that have an adapter, in float32 with one rounding, where `z` is the
-base's output plus the row's own delta row where its input was rotated. An element of the output is written by one
-program only, so no atomics are needed and results repeat to the bit.
+base's output plus the row's delta row where its input was rotated. An element of the output is written by one program
+only, so no atomics are needed and results repeat to the bit.
 
-Owned factors: a program holds a run of B's columns for one row and multiplies in
-registers. Tiles are wide or tall: wide ones have a granule of columns per thread and add rows inside each thread; tall
-ones, for large ranks, spread rows over threads, so that more of them are on their way at once.
-Shared factors: sixteen tokens at once on tensor cores, in two halves of `h * d`, since one rounding of it would show
-beside a bf16 reference.
+Owned factors: a program holds a run of B's columns for one row and multiplies in registers. Tiles are wide or tall:
+wide tiles have a granule of columns per thread and add rows inside each thread; tall tiles, for large ranks, spread
+rows over threads, so that more loads are in flight at once.
+Shared factors: sixteen tokens at once on tensor cores, with `h * d` in two halves, since one rounding of it would be
+visible beside a bf16 reference.
 
-With `PDL` the launch begins while the shrink still runs: everything that doesn't depend on the shrink, B above all, is
-loaded before the wait. Barriers keep the compiler from sinking those loads to where they are used.
+With `PDL` the launch begins while the shrink still runs: all that does not depend on the shrink, mainly B, is loaded
+before the wait. Barriers keep the compiler from sinking those loads to where they are used.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from scute_compile.runtime_min.step.kernels.paging import (
     B_OFFSET,
     B_PAGES,
     B_STRIDE,
+    DIR_FIELDS,
     DS_OFFSET,
     E_OFFSET,
     OWN_PAGES,
     PAIR,
     R_OFFSET,
     RANK,
-    RECORD,
     SHIFT_OFFSET,
     field,
     in_page,
@@ -49,26 +49,26 @@ def _segment(
     work, segment_ptr, directory_ptr, sites, first_site, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return where a program's columns lie, its segment's record of work, and its adapter's record at the site."""
+    """Return a program's columns, its adapter and segment, and the adapter's directory row at the site."""
     BLOCKS: tl.constexpr = tl.cdiv(N0, BLOCK_N) + tl.cdiv(N1, BLOCK_N) + tl.cdiv(N2, BLOCK_N)
     segment = segment_ptr + work // BLOCKS * 4
     which, column, width, origin = slice_of(work % BLOCKS, BLOCK_N, N0, N1, N2)
-    slot = tl.load(segment)
-    record = directory_ptr + (tl.maximum(slot, 0) * sites + first_site + which) * RECORD
-    return which, column, width, origin, slot, segment, record
+    adapter = tl.load(segment)
+    dir_row = directory_ptr + (tl.maximum(adapter, 0) * sites + first_site + which) * DIR_FIELDS
+    return which, column, width, origin, adapter, segment, dir_row
 
 
 @triton.jit
 def _base(
-    y_ptr, bias_ptr, rot_position_ptr, token, which, origin, index, inside, turned, tokens,
+    y_ptr, bias_ptr, rot_position_ptr, token, which, origin, index, inside, rotated, tokens,
     N: tl.constexpr, SLICES: tl.constexpr, HAS_ROTATION: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Return the base's output of one row in float32: with its bias, and its delta row where the input was `turned`."""
+    """Return the base's output of one row in float32: with the bias, and the delta row where the input was `rotated`."""
     z = tl.load(y_ptr + token * N + origin + index, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_ptr + origin + index, mask=inside, other=0.0).to(tl.float32)
     if HAS_ROTATION:
-        if turned:
+        if rotated:
             row = (tokens + tl.load(rot_position_ptr + token) * SLICES + which).to(tl.int64)
             z += tl.load(y_ptr + row * N + origin + index, mask=inside, other=0.0).to(tl.float32)
     return z
@@ -76,7 +76,7 @@ def _base(
 
 @triton.jit
 def _partial_sums(h_ptr, rows, mask, PART, SPLIT: tl.constexpr):
-    """Return the shrink's result, its partial sums added in their order."""
+    """Return the shrink's result, its partial sums added in order."""
     h = tl.load(h_ptr + rows, mask=mask, other=0.0)
     for part in tl.static_range(1, SPLIT):
         h += tl.load(h_ptr + part * PART + rows, mask=mask, other=0.0)
@@ -91,19 +91,23 @@ def _wide(
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, HAS_TALL: tl.constexpr,
     HAS_ROTATION: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A granule of columns per thread, and up to `ROWS` rows of B in each: no sum crosses threads.
+    """A granule of columns and up to `ROWS` rows of B per thread, so that no sum crosses threads.
 
     The rows are a tuple, since a tile of rows would be converted to float32 as a whole, in twice the registers.
     """
     N: tl.constexpr = N0 + N1 + N2
-    which, column, width, origin, slot, segment, record = _segment(
+    which, column, width, origin, adapter, segment, dir_row = _segment(
         work, segment_ptr, directory_ptr, sites, first_site, N0, N1, N2, BLOCK_N
     )
     token, h_row = tl.load(segment + 1).to(tl.int64), tl.load(segment + 2)
-    rank, pair, own = field(record, RANK), field(record, PAIR), field(record, OWN_PAGES)
-    first_page, offset, stride = field(record, B_PAGES), field(record, B_OFFSET), field(record, B_STRIDE)
-    ds_offset, shift_offset, r_offset = field(record, DS_OFFSET), field(record, SHIFT_OFFSET), field(record, R_OFFSET)
-    if slot < 0:
+    rank, pair, own_page = field(dir_row, RANK), field(dir_row, PAIR), field(dir_row, OWN_PAGES)
+    first_page, offset, stride = field(dir_row, B_PAGES), field(dir_row, B_OFFSET), field(dir_row, B_STRIDE)
+    ds_offset, shift_offset, r_offset = (
+        field(dir_row, DS_OFFSET),
+        field(dir_row, SHIFT_OFFSET),
+        field(dir_row, R_OFFSET),
+    )
+    if adapter < 0:
         rank, pair, ds_offset, shift_offset, r_offset = 0, -1, -1, -1, -1
     wanted = (rank > 0) | (ds_offset >= 0) | (shift_offset >= 0) | (r_offset >= 0) | HAS_BIAS
     wanted = wanted & (pair < 0) & (token >= 0)
@@ -119,7 +123,7 @@ def _wide(
         for row in tl.static_range(ROWS):
             pages = pages + (page_of(page_map_ptr, first_page, offset + row * stride + granule, held & (row < rank)),)
         has_ds = held & (ds_offset >= 0)
-        ds_page = page_of(page_map_ptr, own, ds_offset + granule, has_ds)
+        ds_page = page_of(page_map_ptr, own_page, ds_offset + granule, has_ds)
         tl.debug_barrier()
         b = ()
         for row in tl.static_range(ROWS):
@@ -133,12 +137,12 @@ def _wide(
             y_ptr, bias_ptr, rot_position_ptr, token, which, origin, index, inside, r_offset >= 0, tokens,
             N, SLICES, HAS_ROTATION, HAS_BIAS,
         )  # fmt: skip
-        mine = h_ptr + which * h_capacity + h_row
+        h_first = h_ptr + which * h_capacity + h_row
         total = z + z * ds.to(tl.float32)
         for row in tl.static_range(ROWS):
-            total += _partial_sums(mine, row, row < rank, SLICES * h_capacity, SPLIT) * b[row].to(tl.float32)
+            total += _partial_sums(h_first, row, row < rank, SLICES * h_capacity, SPLIT) * b[row].to(tl.float32)
         if shift_offset >= 0:
-            total += load_shift(pages_ptr, page_map_ptr, own, shift_offset, index, inside)
+            total += load_shift(pages_ptr, page_map_ptr, own_page, shift_offset, index, inside)
         tl.store(y_ptr + token * N + origin + index, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -150,16 +154,20 @@ def _tall(
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
     HAS_ROTATION: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Few columns and `BLOCK_R` rows at a time, spread over threads: for ranks above the `ROWS` of a wide tile."""
+    """Few columns and `BLOCK_R` rows at a time, spread over threads, for ranks above the `ROWS` of a wide tile."""
     N: tl.constexpr = N0 + N1 + N2
-    which, column, width, origin, slot, segment, record = _segment(
+    which, column, width, origin, adapter, segment, dir_row = _segment(
         work, segment_ptr, directory_ptr, sites, first_site, N0, N1, N2, BLOCK_N
     )
     token, h_row = tl.load(segment + 1).to(tl.int64), tl.load(segment + 2)
-    rank, own = field(record, RANK), field(record, OWN_PAGES)
-    first_page, offset, stride = field(record, B_PAGES), field(record, B_OFFSET), field(record, B_STRIDE)
-    ds_offset, shift_offset, r_offset = field(record, DS_OFFSET), field(record, SHIFT_OFFSET), field(record, R_OFFSET)
-    if (slot >= 0) & (rank > ROWS) & (field(record, PAIR) < 0):
+    rank, own_page = field(dir_row, RANK), field(dir_row, OWN_PAGES)
+    first_page, offset, stride = field(dir_row, B_PAGES), field(dir_row, B_OFFSET), field(dir_row, B_STRIDE)
+    ds_offset, shift_offset, r_offset = (
+        field(dir_row, DS_OFFSET),
+        field(dir_row, SHIFT_OFFSET),
+        field(dir_row, R_OFFSET),
+    )
+    if (adapter >= 0) & (rank > ROWS) & (field(dir_row, PAIR) < 0):
         STEP: tl.constexpr = BLOCK_N // VALUES
         granule = column // VALUES + tl.arange(0, STEP)
         held = granule * VALUES < width
@@ -172,15 +180,15 @@ def _tall(
         )  # fmt: skip
         scale = tl.full([STEP, VALUES], 1.0, dtype=tl.float32)
         if ds_offset >= 0:
-            scale += load_row(pages_ptr, page_map_ptr, own, ds_offset + granule, held, VALUES).to(tl.float32)
+            scale += load_row(pages_ptr, page_map_ptr, own_page, ds_offset + granule, held, VALUES).to(tl.float32)
         if PDL:
             tlc.gdc_wait()
         z = _base(
             y_ptr, bias_ptr, rot_position_ptr, token, which, origin, index, inside, r_offset >= 0, tokens,
             N, SLICES, HAS_ROTATION, HAS_BIAS,
         )  # fmt: skip
-        mine = h_ptr + which * h_capacity + h_row
-        h = _partial_sums(mine, rows, rows < rank, SLICES * h_capacity, SPLIT)
+        h_first = h_ptr + which * h_capacity + h_row
+        h = _partial_sums(h_first, rows, rows < rank, SLICES * h_capacity, SPLIT)
         total = z * scale + tl.sum(h[:, None, None] * b.to(tl.float32), axis=0)
         for first in range(BLOCK_R, rank, BLOCK_R):
             later = first + rows
@@ -188,16 +196,16 @@ def _tall(
                 pages_ptr, page_map_ptr, first_page, offset + later[:, None] * stride + granule[None, :],
                 (later < rank)[:, None] & held[None, :], VALUES,
             )  # fmt: skip
-            h = _partial_sums(mine, later, later < rank, SLICES * h_capacity, SPLIT)
+            h = _partial_sums(h_first, later, later < rank, SLICES * h_capacity, SPLIT)
             total += tl.sum(h[:, None, None] * more.to(tl.float32), axis=0)
         if shift_offset >= 0:
-            total += load_shift(pages_ptr, page_map_ptr, own, shift_offset, index, inside)
+            total += load_shift(pages_ptr, page_map_ptr, own_page, shift_offset, index, inside)
         tl.store(y_ptr + token * N + origin + index, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def in_halves(total, h, b):
-    """Add `h B` on tensor cores, with h in two halves of B's dtype: its rounding, and what that left."""
+    """Add `h B` on tensor cores, with h in two halves of B's dtype: its rounding, and the remainder."""
     high = h.to(b.dtype)
     total = tl.dot(high, b, total, input_precision="ieee")
     if b.dtype != tl.float32:
@@ -207,7 +215,7 @@ def in_halves(total, h, b):
 
 @triton.jit
 def _times_shared_b(
-    h_first, b_first, stride, rank, mine, in_slice,
+    h_first, b_first, stride, rank, of_pair, in_slice,
     SPLIT: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WRITTEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +226,7 @@ def _times_shared_b(
     for step in range(0, rank, BLOCK_R):
         mask = (step + rows < rank)[:, None] & in_slice[None, :]
         b = tl.load(b_first + (step + rows)[:, None] * stride, mask=mask, other=0.0, eviction_policy="evict_last")
-        both = mine[:, None] & (step + rows < written)[None, :]
+        both = of_pair[:, None] & (step + rows < written)[None, :]
         h = _partial_sums(h_first, (step + rows)[None, :], both, PART, SPLIT)
         total = in_halves(total, h, b)
     return total
@@ -226,14 +234,14 @@ def _times_shared_b(
 
 @triton.jit
 def _e_of(
-    pages_ptr, page_map_ptr, own, offset, mine, column, width,
+    pages_ptr, page_map_ptr, own_page, offset, of_pair, column, width,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Return each row's e in float32, `(BLOCK_T, BLOCK_N)`; ones where it has none."""
     granule = column // VALUES + tl.arange(0, BLOCK_N // VALUES)
-    has = mine & (offset >= 0)
+    has = of_pair & (offset >= 0)
     e = load_rows(
-        pages_ptr, page_map_ptr, own[:, None], offset[:, None] + granule[None, :],
+        pages_ptr, page_map_ptr, own_page[:, None], offset[:, None] + granule[None, :],
         has[:, None] & (granule * VALUES < width)[None, :], VALUES,
     )  # fmt: skip
     return tl.where(has[:, None], tl.reshape(e, [BLOCK_T, BLOCK_N]).to(tl.float32), 1.0)
@@ -242,7 +250,7 @@ def _e_of(
 @triton.jit
 def _shared(
     work, y_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr, pair_rows_ptr,
-    pair_slots_ptr, pair_ptr, rot_position_ptr, sites, first_site, tokens,
+    pair_adapters_ptr, pair_ptr, rot_position_ptr, sites, first_site, tokens,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WRITTEN: tl.constexpr, BLOCK_T: tl.constexpr,
     HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr, VALUES: tl.constexpr, HAS_ROTATION: tl.constexpr,
@@ -257,20 +265,20 @@ def _shared(
     places = tl.arange(0, BLOCK_T)
     held = places < count
     token = tl.load(pair_rows_ptr + first + places, mask=held, other=0)
-    slot = tl.load(pair_slots_ptr + first + places, mask=held, other=0)
+    adapter = tl.load(pair_adapters_ptr + first + places, mask=held, other=0)
     rank = tl.load(pair_ptr + pair * 8)
-    record = directory_ptr + (slot * sites + first_site + which) * RECORD
-    mine = held & (field(record, PAIR, held, -1) == pair)
-    b_start = tl.max(field(record, B_OFFSET, mine, -1))  # one place for all tenants of a pair
+    dir_row = directory_ptr + (adapter * sites + first_site + which) * DIR_FIELDS
+    of_pair = held & (field(dir_row, PAIR, held, -1) == pair)
+    b_start = tl.max(field(dir_row, B_OFFSET, of_pair, -1))  # the same for all tenants of a pair
     if b_start >= 0:
-        stride = tl.max(field(record, B_STRIDE, mine, 0)) * VALUES
+        stride = tl.max(field(dir_row, B_STRIDE, of_pair, 0)) * VALUES
         columns = column + tl.arange(0, BLOCK_N)
         in_slice = columns < width
-        inside = mine[:, None] & in_slice[None, :]
+        inside = of_pair[:, None] & in_slice[None, :]
         b_first = shared_ptr + b_start.to(tl.int64) * VALUES + columns[None, :]
-        own, e_offset = field(record, OWN_PAGES, mine, 0), field(record, E_OFFSET, mine, -1)
-        ds_offset, shift_offset = field(record, DS_OFFSET, mine, -1), field(record, SHIFT_OFFSET, mine, -1)
-        e = _e_of(pages_ptr, page_map_ptr, own, e_offset, mine, column, width, BLOCK_T, BLOCK_N, VALUES)
+        own_page, e_offset = field(dir_row, OWN_PAGES, of_pair, 0), field(dir_row, E_OFFSET, of_pair, -1)
+        ds_offset, shift_offset = field(dir_row, DS_OFFSET, of_pair, -1), field(dir_row, SHIFT_OFFSET, of_pair, -1)
+        e = _e_of(pages_ptr, page_map_ptr, own_page, e_offset, of_pair, column, width, BLOCK_T, BLOCK_N, VALUES)
         tl.debug_barrier()
         if PDL:
             tlc.gdc_wait()
@@ -279,29 +287,33 @@ def _shared(
         if HAS_BIAS:
             z += tl.load(bias_ptr + origin + columns, mask=in_slice, other=0.0).to(tl.float32)[None, :]
         if HAS_ROTATION:
-            turned = inside & (field(record, R_OFFSET, mine, -1) >= 0)[:, None]
-            row = (tokens + tl.load(rot_position_ptr + token, mask=mine, other=0) * SLICES + which).to(tl.int64)
-            z += tl.load(y_ptr + row[:, None] * N + origin + columns[None, :], mask=turned, other=0.0).to(tl.float32)
+            rotated = inside & (field(dir_row, R_OFFSET, of_pair, -1) >= 0)[:, None]
+            row = (tokens + tl.load(rot_position_ptr + token, mask=of_pair, other=0) * SLICES + which).to(tl.int64)
+            z += tl.load(y_ptr + row[:, None] * N + origin + columns[None, :], mask=rotated, other=0.0).to(tl.float32)
         h_first = hs_ptr + (which * SPLIT * HS_ROWS + first + places)[:, None] * HS_RANKS
         total = _times_shared_b(
-            h_first, b_first, stride, rank, mine, in_slice,
+            h_first, b_first, stride, rank, of_pair, in_slice,
             SPLIT, HS_ROWS * HS_RANKS, BLOCK_N, BLOCK_R, WRITTEN, BLOCK_T,
         )  # fmt: skip
         total *= e
         if tl.max(ds_offset) >= 0:
             has = inside & (ds_offset >= 0)[:, None]
-            ds = load_values(pages_ptr, page_map_ptr, own[:, None], ds_offset[:, None], columns[None, :], has, VALUES)
+            ds = load_values(
+                pages_ptr, page_map_ptr, own_page[:, None], ds_offset[:, None], columns[None, :], has, VALUES
+            )
             total += z * ds.to(tl.float32)
         if tl.max(shift_offset) >= 0:
             has = inside & (shift_offset >= 0)[:, None]
-            total += load_shift(pages_ptr, page_map_ptr, own[:, None], shift_offset[:, None], columns[None, :], has)
+            total += load_shift(
+                pages_ptr, page_map_ptr, own_page[:, None], shift_offset[:, None], columns[None, :], has
+            )
         tl.store(y_ptr + where, (z + total).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_site", "h_capacity", "tokens", "shared_programs", "tall_programs"])
 def expand_kernel(
     y_ptr, h_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, counts_ptr, segment_ptr,
-    tall_ptr, block_ptr, pair_rows_ptr, pair_slots_ptr, pair_ptr, rot_position_ptr,
+    tall_ptr, block_ptr, pair_rows_ptr, pair_adapters_ptr, pair_ptr, rot_position_ptr,
     sites, first_site, h_capacity, tokens, shared_programs, tall_programs,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
     SPLIT_S: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N_TALL: tl.constexpr,
@@ -312,9 +324,9 @@ def expand_kernel(
 ):  # fmt: skip
     """See `scute_compile.runtime_min.reference.apply_site`.
 
-    Programs of shared blocks come first, since they are the longer ones, then those of large ranks, then those of
-    segments, one record of work each: a loop over records would put its bound's load before everything else. Segments
-    of large ranks are few and their number lies on the device, so their programs take them in turn.
+    Programs of shared blocks come first, since they take longest, then those of large ranks, then those of
+    segments, one work item each: a loop over items would load its bound before everything else. Segments of large ranks
+    are few and their number is on the device, so each of their programs takes several.
     """
     work = tl.program_id(0)
     if work >= shared_programs + tall_programs:
@@ -335,9 +347,9 @@ def expand_kernel(
     elif HAS_SHARED:
         _shared(
             work, y_ptr, hs_ptr, bias_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, block_ptr,
-            pair_rows_ptr, pair_slots_ptr, pair_ptr, rot_position_ptr, sites, first_site, tokens,
+            pair_rows_ptr, pair_adapters_ptr, pair_ptr, rot_position_ptr, sites, first_site, tokens,
             N0, N1, N2, SLICES, SPLIT_S, BLOCK_N_S, BLOCK_R_S, WRITTEN, BLOCK_T, HS_ROWS, HS_RANKS, VALUES,
             HAS_ROTATION, HAS_BIAS, PDL,
         )  # fmt: skip
     if PDL:
-        tlc.gdc_wait()  # also where there was no work: what follows this grid relies on the shrink having ended
+        tlc.gdc_wait()  # also without work: the next grid relies on the shrink having ended

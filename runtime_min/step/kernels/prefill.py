@@ -1,8 +1,8 @@
-"""Prefill: many rows per adapter, so everything runs on tensor cores over blocks of one adapter's tokens.
+"""Prefill kernels: many rows per adapter, so all products run on tensor cores over tiles of one adapter's tokens.
 
-`prefill_rotate` writes delta rows below a copy of x, as the decode form does, each of R's blocks read once per tile.
-`prefill_shrink` leaves `h * d`; `prefill_expand` multiplies by B and finishes the output tile that it holds: base, ds,
-b and e in float32, one rounding. Owned and shared factors are read alike; a record says where they lie.
+`prefill_rotate` writes delta rows below a copy of x, as in decode, and reads each of R's blocks once per tile.
+`prefill_shrink` writes `h * d`; `prefill_expand` multiplies by B and finishes its output tile: base, ds, b and e in
+float32, one rounding. The directory row holds the addresses of owned and shared factors alike.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from scute_compile.runtime_min.step.kernels.paging import (
     B_PAGES,
     B_STRIDE,
     D_OFFSET,
+    DIR_FIELDS,
     DS_OFFSET,
     E_OFFSET,
     OWN_PAGES,
@@ -27,7 +28,6 @@ from scute_compile.runtime_min.step.kernels.paging import (
     R_OFFSET,
     R_SHARED,
     RANK,
-    RECORD,
     SHIFT_OFFSET,
     load_rows,
     load_shift,
@@ -39,32 +39,34 @@ from scute_compile.runtime_min.step.kernels.paging import (
 
 @triton.jit
 def _blocks_of(
-    own, offset, block, repeats, start, column, pages_ptr, page_map_ptr, K: tl.constexpr, BLOCK_C: tl.constexpr,
+    own_page, offset, block, repeats, start, column, pages_ptr, page_map_ptr, K: tl.constexpr, BLOCK_C: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Return R - I between `BLOCK_C` inputs and as many outputs: stored blocks on its diagonal, zeros elsewhere."""
+    """Return R - I of `BLOCK_C` inputs and as many outputs: stored blocks on the diagonal, zeros elsewhere."""
     k = start + tl.arange(0, BLOCK_C)
     first = column + tl.arange(0, BLOCK_C // VALUES) * VALUES  # a granule lies in one block
     stored = tl.where(repeats, 0, first // block) * block
     where = offset + ((stored[None, :] + (k % block)[:, None]) * block + (first % block)[None, :]) // VALUES
     mask = ((k // block)[:, None] == (first // block)[None, :]) & (first < K)[None, :] & (k < K)[:, None]
-    at = place(page_map_ptr, own, where, mask)[:, :, None] * VALUES + tl.arange(0, VALUES)[None, None, :]
+    at = place(page_map_ptr, own_page, where, mask)[:, :, None] * VALUES + tl.arange(0, VALUES)[None, None, :]
     at = tl.max_contiguous(tl.multiple_of(at, [1, 1, VALUES]), [1, 1, VALUES])
     return tl.reshape(tl.load(pages_ptr + at, mask=mask[:, :, None], other=0.0), [BLOCK_C, BLOCK_C])
 
 
 @triton.jit
-def _turned(
-    x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr, K: tl.constexpr, BLOCK_T: tl.constexpr,
+def _rotated(
+    x_row, own_page, offset, block, repeats, column, held, pages_ptr, page_map_ptr, K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Return `x (R - I)` of a tile `(BLOCK_T, BLOCK_C)`, whose blocks reach beyond it."""
+    """Return `x (R - I)` of a tile `(BLOCK_T, BLOCK_C)`, where blocks of R extend beyond the tile."""
     total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
     for start in range(column // block * block, tl.minimum(K, column + BLOCK_C + block - 1) // block * block, BLOCK_C):
         k = start + tl.arange(0, BLOCK_C)
         x = tl.load(x_row[:, None] + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
-        turn = _blocks_of(own, offset, block, repeats, start, column, pages_ptr, page_map_ptr, K, BLOCK_C, VALUES)
-        total = tl.dot(x, turn, total, input_precision="ieee")
+        factor = _blocks_of(
+            own_page, offset, block, repeats, start, column, pages_ptr, page_map_ptr, K, BLOCK_C, VALUES
+        )
+        total = tl.dot(x, factor, total, input_precision="ieee")
     return total
 
 
@@ -73,7 +75,7 @@ def _rest(
     x_ptr, out_ptr, rot_position_ptr, rows, begin, tokens,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Copy those of a run of rows that no adapter turns."""
+    """Copy the rows of a run that no adapter rotates."""
     row = rows * BLOCK_T + tl.arange(0, BLOCK_T)
     plain = tl.load(rot_position_ptr + row, mask=row < tokens, other=0) < 0
     for step in range(STEPS):
@@ -85,12 +87,12 @@ def _rest(
 
 @triton.jit
 def _any_delta(
-    x_row, copy_row, copies, out_row, record, begin, held, pages_ptr, page_map_ptr,
+    x_row, copy_row, copies, out_row, dir_row, begin, held, pages_ptr, page_map_ptr,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Write `x (R - I)` of one slice, whatever its blocks, and a copy of x; a site without R has zeros there."""
-    own, offset, block = tl.load(record + OWN_PAGES), tl.load(record + R_OFFSET), tl.load(record + R_BLOCK)
-    repeats = tl.load(record + R_SHARED) > 0
+    """Write `x (R - I)` of one slice with any blocks, or zeros at a site without R, and a copy of x."""
+    own_page, offset, block = tl.load(dir_row + OWN_PAGES), tl.load(dir_row + R_OFFSET), tl.load(dir_row + R_BLOCK)
+    repeats = tl.load(dir_row + R_SHARED) > 0
     for step in range(STEPS):
         column = begin + step * BLOCK_C
         columns = column + tl.arange(0, BLOCK_C)
@@ -99,27 +101,27 @@ def _any_delta(
         tl.store(copy_row[:, None] + columns[None, :], x, mask=mask & copies)
         total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
         if block == 1:
-            delta = load_values(pages_ptr, page_map_ptr, own, offset, columns, columns < K, VALUES)
+            delta = load_values(pages_ptr, page_map_ptr, own_page, offset, columns, columns < K, VALUES)
             total = x.to(tl.float32) * delta.to(tl.float32)[None, :]
         elif offset >= 0:
-            total = _turned(
-                x_row, own, offset, block, repeats, column, held, pages_ptr, page_map_ptr, K, BLOCK_T, BLOCK_C, VALUES,
+            total = _rotated(
+                x_row, own_page, offset, block, repeats, column, held, pages_ptr, page_map_ptr, K, BLOCK_T, BLOCK_C, VALUES,
             )  # fmt: skip
         tl.store(out_row[:, None] + columns[None, :], total.to(out_row.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _deltas(
-    x_row, copy_row, out_row, record, begin, held, pages_ptr, page_map_ptr,
+    x_row, copy_row, out_row, dir_row, begin, held, pages_ptr, page_map_ptr,
     K: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Write a copy of x and `x (R - I)` of all slices, whose blocks all divide a tile's columns; x is read once."""
-    owns, offsets, blocks, repeats = (), (), (), ()
+    """Write a copy of x and `x (R - I)` of all slices, if all blocks divide a tile's columns; x is read once."""
+    own_pages, offsets, blocks, repeats = (), (), (), ()
     for which in tl.static_range(SLICES):
-        mine = record + which * RECORD
-        owns, offsets = owns + (tl.load(mine + OWN_PAGES),), offsets + (tl.load(mine + R_OFFSET),)
-        blocks, repeats = blocks + (tl.load(mine + R_BLOCK),), repeats + (tl.load(mine + R_SHARED) > 0,)
+        site = dir_row + which * DIR_FIELDS
+        own_pages, offsets = own_pages + (tl.load(site + OWN_PAGES),), offsets + (tl.load(site + R_OFFSET),)
+        blocks, repeats = blocks + (tl.load(site + R_BLOCK),), repeats + (tl.load(site + R_SHARED) > 0,)
     for step in range(STEPS):
         column = begin + step * BLOCK_C
         columns = column + tl.arange(0, BLOCK_C)
@@ -127,11 +129,11 @@ def _deltas(
         x = tl.load(x_row[:, None] + columns[None, :], mask=mask, other=0.0)
         tl.store(copy_row[:, None] + columns[None, :], x, mask=mask)
         for which in tl.static_range(SLICES):
-            turn = _blocks_of(
-                owns[which], offsets[which], blocks[which], repeats[which], column, column, pages_ptr, page_map_ptr,
+            factor = _blocks_of(
+                own_pages[which], offsets[which], blocks[which], repeats[which], column, column, pages_ptr, page_map_ptr,
                 K, BLOCK_C, VALUES,
             )  # fmt: skip
-            total = tl.dot(x, turn, input_precision="ieee")
+            total = tl.dot(x, factor, input_precision="ieee")
             target = (out_row + which * K)[:, None] + columns[None, :]
             tl.store(target, total.to(out_row.dtype.element_ty), mask=mask)
 
@@ -144,35 +146,35 @@ def prefill_rotate_kernel(
     VALUES: tl.constexpr,
 ):  # fmt: skip
     """See `scute_compile.runtime_min.reference.rotate`. Grid: tiles, then runs of rows; columns."""
-    unit, begin = tl.program_id(0), tl.program_id(1) * BLOCK_C * STEPS
-    if unit >= tiles:
-        _rest(x_ptr, out_ptr, rot_position_ptr, unit - tiles, begin, tokens, K, BLOCK_T, BLOCK_C, STEPS)
+    item, begin = tl.program_id(0), tl.program_id(1) * BLOCK_C * STEPS
+    if item >= tiles:
+        _rest(x_ptr, out_ptr, rot_position_ptr, item - tiles, begin, tokens, K, BLOCK_T, BLOCK_C, STEPS)
     else:
-        tile = tile_ptr + unit * 4
-        slot, first, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        tile = tile_ptr + item * 4
+        adapter, first, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         held = tl.arange(0, BLOCK_T) < count
         token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0).to(tl.int64)
-        turned = tl.load(rot_position_ptr + token, mask=held, other=-1)
-        if (slot >= 0) & (tl.max(turned) >= 0):
-            record = directory_ptr + (slot * sites + first_site) * RECORD
+        rotated = tl.load(rot_position_ptr + token, mask=held, other=-1)
+        if (adapter >= 0) & (tl.max(rotated) >= 0):
+            dir_row = directory_ptr + (adapter * sites + first_site) * DIR_FIELDS
             x_row, copy_row = x_ptr + token * K, out_ptr + token * K
-            out_row = out_ptr + (tokens + turned * SLICES).to(tl.int64) * K
+            out_row = out_ptr + (tokens + rotated * SLICES).to(tl.int64) * K
             whole = True
             for number in tl.static_range(SLICES):
                 offset, block = (
-                    tl.load(record + number * RECORD + R_OFFSET),
-                    tl.load(record + number * RECORD + R_BLOCK),
+                    tl.load(dir_row + number * DIR_FIELDS + R_OFFSET),
+                    tl.load(dir_row + number * DIR_FIELDS + R_BLOCK),
                 )
                 whole = whole & (offset >= 0) & (block > 1) & (BLOCK_C % tl.maximum(block, 1) == 0)
             if whole:
                 _deltas(
-                    x_row, copy_row, out_row, record, begin, held, pages_ptr, page_map_ptr,
+                    x_row, copy_row, out_row, dir_row, begin, held, pages_ptr, page_map_ptr,
                     K, SLICES, BLOCK_T, BLOCK_C, STEPS, VALUES,
                 )  # fmt: skip
             else:
                 for which in range(SLICES):
                     _any_delta(
-                        x_row, copy_row, which == 0, out_row + which * K, record + which * RECORD, begin, held, pages_ptr, page_map_ptr,
+                        x_row, copy_row, which == 0, out_row + which * K, dir_row + which * DIR_FIELDS, begin, held, pages_ptr, page_map_ptr,
                         K, BLOCK_T, BLOCK_C, STEPS, VALUES,
                     )  # fmt: skip
 
@@ -184,18 +186,18 @@ def prefill_shrink_kernel(
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_R_S: tl.constexpr, BLOCK_K: tl.constexpr,
     VALUES: tl.constexpr, HAS_SHARED: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.shrink`; `SHARES` as in decode. Grid: tiles of tokens, slices, ranks."""
+    """See `scute_compile.runtime_min.reference.shrink`; `SHARES` as in decode. Grid: tiles, slices, blocks of ranks."""
     tile, which = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(tile_ptr + tile * 4)
+    adapter = tl.load(tile_ptr + tile * 4)
     first, count = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 2)
-    if slot >= 0:
-        record = directory_ptr + (slot * sites + first_site + which) * RECORD
-        rank = tl.load(record + RANK) // SHARES
+    if adapter >= 0:
+        dir_row = directory_ptr + (adapter * sites + first_site + which) * DIR_FIELDS
+        rank = tl.load(dir_row + RANK) // SHARES
         first_page, offset, stride = (
-            tl.load(record + A_PAGES), tl.load(record + A_OFFSET), tl.load(record + A_STRIDE)
+            tl.load(dir_row + A_PAGES), tl.load(dir_row + A_OFFSET), tl.load(dir_row + A_STRIDE)
         )  # fmt: skip
-        own, d_offset = tl.load(record + OWN_PAGES), tl.load(record + D_OFFSET)
-        pair = tl.load(record + PAIR)
+        own_page, d_offset = tl.load(dir_row + OWN_PAGES), tl.load(dir_row + D_OFFSET)
+        pair = tl.load(dir_row + PAIR)
         a_first, a_stride = offset.to(tl.int64) * VALUES, stride * VALUES  # of a shared factor, which is not paged
         held = tl.arange(0, BLOCK_T) < count
         token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0)
@@ -215,7 +217,7 @@ def prefill_shrink_kernel(
                     )  # fmt: skip
                     total = tl.dot(x, a, total, input_precision="ieee")
                 if d_offset >= 0:
-                    d = load_values(pages_ptr, page_map_ptr, own, d_offset, rows, rows < rank, VALUES)
+                    d = load_values(pages_ptr, page_map_ptr, own_page, d_offset, rows, rows < rank, VALUES)
                     total *= d.to(tl.float32)[None, :]
                 tl.store(h_place[:, None] + rows[None, :], total, mask=held[:, None] & (rows < rank)[None, :])
         else:
@@ -247,17 +249,17 @@ def _rows_of_h(h_row, rows, rank, held):
 
 @triton.jit
 def _times_b(
-    h_row, record, rank, column, width, held, shared_ptr, pages_ptr, page_map_ptr,
+    h_row, dir_row, rank, column, width, held, shared_ptr, pages_ptr, page_map_ptr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_R_S: tl.constexpr,
     VALUES: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
     """Return `h B` of a tile `(BLOCK_T, BLOCK_N)` in float32."""
     first_page, offset, stride = (
-        tl.load(record + B_PAGES), tl.load(record + B_OFFSET), tl.load(record + B_STRIDE)
+        tl.load(dir_row + B_PAGES), tl.load(dir_row + B_OFFSET), tl.load(dir_row + B_STRIDE)
     )  # fmt: skip
     columns = column + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-    if HAS_SHARED & (tl.load(record + PAIR) >= 0):  # larger blocks; which ones is up to the adapter, not to the batch
+    if HAS_SHARED & (tl.load(dir_row + PAIR) >= 0):  # larger blocks, which depend on the adapter only, not on the batch
         b_first, b_stride = offset.to(tl.int64) * VALUES, stride * VALUES
         for start in range(0, rank, BLOCK_R_S):
             rows = start + tl.arange(0, BLOCK_R_S)
@@ -290,11 +292,11 @@ def prefill_expand_kernel(
     HAS_SHARED: tl.constexpr, HAS_ROTATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.apply_site`; tiles with slot -1 get the base's bias alone."""
+    """See `scute_compile.runtime_min.reference.apply_site`; tiles with adapter index -1 get the base's bias only."""
     N: tl.constexpr = N0 + N1 + N2
     tile = tl.program_id(1)
     which, column, width, origin = slice_of(tl.program_id(0), BLOCK_N, N0, N1, N2)
-    slot = tl.load(tile_ptr + tile * 4)
+    adapter = tl.load(tile_ptr + tile * 4)
     first, count = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 2)
     held = tl.arange(0, BLOCK_T) < count
     token = tl.load(seg_rows_ptr + first + tl.arange(0, BLOCK_T), mask=held, other=0).to(tl.int64)
@@ -302,23 +304,23 @@ def prefill_expand_kernel(
     in_slice = columns < width
     inside = held[:, None] & in_slice[None, :]
     where = token[:, None] * N + origin + columns[None, :]
-    if slot >= 0:
-        record = directory_ptr + (slot * sites + first_site + which) * RECORD
-        rank, own = tl.load(record + RANK), tl.load(record + OWN_PAGES)
-        ds_offset, shift_offset = tl.load(record + DS_OFFSET), tl.load(record + SHIFT_OFFSET)
-        e_offset, r_offset = tl.load(record + E_OFFSET), tl.load(record + R_OFFSET)
+    if adapter >= 0:
+        dir_row = directory_ptr + (adapter * sites + first_site + which) * DIR_FIELDS
+        rank, own_page = tl.load(dir_row + RANK), tl.load(dir_row + OWN_PAGES)
+        ds_offset, shift_offset = tl.load(dir_row + DS_OFFSET), tl.load(dir_row + SHIFT_OFFSET)
+        e_offset, r_offset = tl.load(dir_row + E_OFFSET), tl.load(dir_row + R_OFFSET)
         if (rank > 0) | (ds_offset >= 0) | (shift_offset >= 0) | (r_offset >= 0) | HAS_BIAS:
-            # what the end needs is on its way before the products
+            # these loads are in flight during the products
             base = tl.load(y_ptr + where, mask=inside, other=0.0)
             ds = load_values(
-                pages_ptr, page_map_ptr, own, ds_offset, columns, in_slice & (ds_offset >= 0), VALUES
+                pages_ptr, page_map_ptr, own_page, ds_offset, columns, in_slice & (ds_offset >= 0), VALUES
             )  # fmt: skip
-            e = load_values(pages_ptr, page_map_ptr, own, e_offset, columns, in_slice & (e_offset >= 0), VALUES)
+            e = load_values(pages_ptr, page_map_ptr, own_page, e_offset, columns, in_slice & (e_offset >= 0), VALUES)
             total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
             if rank > 0:
                 h_row = tl.load(row_h_ptr + token, mask=held, other=0)
                 total = _times_b(
-                    h_ptr + which * h_capacity + h_row, record, rank, column, width, held, shared_ptr, pages_ptr, page_map_ptr,
+                    h_ptr + which * h_capacity + h_row, dir_row, rank, column, width, held, shared_ptr, pages_ptr, page_map_ptr,
                     BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_R_S, VALUES, HAS_SHARED,
                 )  # fmt: skip
                 if e_offset >= 0:
@@ -333,7 +335,7 @@ def prefill_expand_kernel(
                     z += tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
             total += z * (1.0 + ds.to(tl.float32))[None, :]
             if shift_offset >= 0:
-                total += load_shift(pages_ptr, page_map_ptr, own, shift_offset, columns, in_slice)[None, :]
+                total += load_shift(pages_ptr, page_map_ptr, own_page, shift_offset, columns, in_slice)[None, :]
             tl.store(y_ptr + where, total.to(y_ptr.dtype.element_ty), mask=inside)
     elif HAS_BIAS:
         z = tl.load(y_ptr + where, mask=inside, other=0.0).to(tl.float32)

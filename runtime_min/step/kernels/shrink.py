@@ -1,12 +1,12 @@
 """Decode shrink: `h = x A^T` row by row, and `(x A^T) * d` for the rows of a shared pair together.
 
 Owned factors: a program holds a few rows of A over a run of K and multiplies in registers (no tensor cores: with one
-token per tenant there is nothing to reuse). Shared factors: sixteen tokens by eight rows of A on tensor cores, so
-the matrix is read once for all its tenants. Both kinds are records of one launch; runs of K leave partial sums that
-the expand adds in order, so no atomics are needed.
+token per tenant there is nothing to reuse). Shared factors: sixteen tokens by eight rows of A on tensor cores, so that
+the matrix is read once for all its tenants. Both kinds are work items of one launch; runs of K write partial sums,
+which the expand adds in order, so no atomics are needed.
 
-With `PDL` the launch begins while the GEMM before it ends. Nothing here reads what that wrote; but the expand, which
-waits for this grid alone, does, so every program waits before it ends.
+With `PDL` the launch begins while the previous GEMM ends. The shrink reads nothing of that GEMM's output; but the
+expand does and waits for the shrink only, so every program of the shrink waits for the GEMM before it ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from scute_compile.runtime_min.step.kernels.paging import (
     A_PAGES,
     A_STRIDE,
     D_OFFSET,
+    DIR_FIELDS,
     OWN_PAGES,
     PAIR,
     RANK,
-    RECORD,
     field,
     in_page,
     load_rows,
@@ -39,14 +39,14 @@ def _owned(
 ):  # fmt: skip
     part = work % SPLIT
     which = (work // SPLIT) % SLICES
-    unit = work_ptr + work // (SPLIT * SLICES) * 4
-    packed, token, h_row = tl.load(unit), tl.load(unit + 1).to(tl.int64), tl.load(unit + 2) // SHARES
-    slot, rank_block = packed >> 12, packed & 4095
-    record = directory_ptr + (tl.maximum(slot, 0) * sites + first_site + which) * RECORD
-    rank, pair = field(record, RANK) // SHARES, field(record, PAIR)
-    first_page, offset, stride = field(record, A_PAGES), field(record, A_OFFSET), field(record, A_STRIDE)
+    item = work_ptr + work // (SPLIT * SLICES) * 4
+    packed, token, h_row = tl.load(item), tl.load(item + 1).to(tl.int64), tl.load(item + 2) // SHARES
+    adapter, rank_block = packed >> 12, packed & 4095
+    dir_row = directory_ptr + (tl.maximum(adapter, 0) * sites + first_site + which) * DIR_FIELDS
+    rank, pair = field(dir_row, RANK) // SHARES, field(dir_row, PAIR)
+    first_page, offset, stride = field(dir_row, A_PAGES), field(dir_row, A_OFFSET), field(dir_row, A_STRIDE)
     rows = rank_block * ROWS + tl.arange(0, ROWS)
-    if (slot >= 0) & (pair < 0) & (rank_block * ROWS < rank):
+    if (adapter >= 0) & (pair < 0) & (rank_block * ROWS < rank):
         GRANULES: tl.constexpr = (K + VALUES - 1) // VALUES
         RUN: tl.constexpr = (GRANULES + SPLIT - 1) // SPLIT
         lanes = tl.arange(0, VALUES)
@@ -94,36 +94,36 @@ def _product(
 @triton.jit
 def _shared(
     work, x_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, pair_rows_ptr,
-    pair_slots_ptr, pair_ptr, sites, first_site,
+    pair_adapters_ptr, pair_ptr, sites, first_site,
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr,
     SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = work % SPLIT
-    unit = swork_ptr + work // SPLIT * 4
-    pair, first, count, rank_block = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
+    item = swork_ptr + work // SPLIT * 4
+    pair, first, count, rank_block = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     places = tl.arange(0, BLOCK_T)
     held = places < count
     token = tl.load(pair_rows_ptr + first + places, mask=held, other=0)
-    slot = tl.load(pair_slots_ptr + first + places, mask=held, other=0)
+    adapter = tl.load(pair_adapters_ptr + first + places, mask=held, other=0)
     rank = tl.load(pair_ptr + tl.maximum(pair, 0) * 8) // SHARES
     granule = rank_block * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
-    origin = tl.full([BLOCK_T], -1, dtype=tl.int32)  # one place for all tenants of a pair and all slices of a GEMM
+    origin = tl.full([BLOCK_T], -1, dtype=tl.int32)  # the same for all tenants of a pair and all slices of a GEMM
     stride = tl.zeros([BLOCK_T], dtype=tl.int32)
     pages, d_granules = (), ()
     for which in tl.static_range(SLICES):
-        record = directory_ptr + (slot * sites + first_site + which) * RECORD
-        mine = held & (field(record, PAIR, held, -1) == pair)
-        origin = tl.maximum(origin, tl.where(mine, field(record, A_OFFSET, held, -1), -1))
-        stride = tl.maximum(stride, tl.where(mine, field(record, A_STRIDE, held, 0), 0))
-        own, d_offset = field(record, OWN_PAGES, held, 0), field(record, D_OFFSET, held, -1)
-        has_d = (mine & (d_offset >= 0))[:, None] & (granule * VALUES < rank)[None, :]
+        dir_row = directory_ptr + (adapter * sites + first_site + which) * DIR_FIELDS
+        of_pair = held & (field(dir_row, PAIR, held, -1) == pair)
+        origin = tl.maximum(origin, tl.where(of_pair, field(dir_row, A_OFFSET, held, -1), -1))
+        stride = tl.maximum(stride, tl.where(of_pair, field(dir_row, A_STRIDE, held, 0), 0))
+        own_page, d_offset = field(dir_row, OWN_PAGES, held, 0), field(dir_row, D_OFFSET, held, -1)
+        has_d = (of_pair & (d_offset >= 0))[:, None] & (granule * VALUES < rank)[None, :]
         d_granule = tl.where(has_d, d_offset[:, None] + granule[None, :], -1)
-        pages = pages + (page_of(page_map_ptr, own[:, None], d_granule, has_d),)
+        pages = pages + (page_of(page_map_ptr, own_page[:, None], d_granule, has_d),)
         d_granules = d_granules + (d_granule,)
     a_start = tl.max(origin)
-    wanted = a_start >= 0  # a site that no tenant adapts costs nothing
-    if SHARES > 1:  # there are records for the whole rank
+    wanted = a_start >= 0  # false at a site that no tenant changes
+    if SHARES > 1:  # there are items for the whole rank
         wanted = wanted & (rank_block * BLOCK_R < rank)
     if wanted:
         a_first, a_stride = a_start.to(tl.int64) * VALUES, tl.max(stride) * VALUES
@@ -131,7 +131,7 @@ def _shared(
         RUN: tl.constexpr = ((K + SPLIT - 1) // SPLIT + STRIDE - 1) // STRIDE * STRIDE
         rows = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
         scales = ()
-        for which in tl.static_range(SLICES):  # before the products, whose time hides the chain of loads
+        for which in tl.static_range(SLICES):  # before the products, which hide the latency of these loads
             has_d = d_granules[which] >= 0
             at = in_page(pages[which], d_granules[which])[:, :, None] * VALUES + tl.arange(0, VALUES)[None, None, :]
             at = tl.max_contiguous(tl.multiple_of(at, [1, 1, VALUES]), [1, 1, VALUES])
@@ -153,42 +153,42 @@ def _shared(
             )
 
 
-@triton.jit(do_not_specialize=["first_site", "h_capacity", "shared_programs", "owned_units"])
+@triton.jit(do_not_specialize=["first_site", "h_capacity", "shared_programs", "owned_items"])
 def shrink_kernel(
     x_ptr, h_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, swork_ptr,
-    pair_rows_ptr, pair_slots_ptr, pair_ptr, sites, first_site, h_capacity, shared_programs,
-    owned_units,
+    pair_rows_ptr, pair_adapters_ptr, pair_ptr, sites, first_site, h_capacity, shared_programs,
+    owned_items,
     K: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     SPLIT_S: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, VALUES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr, HAS_OWNED: tl.constexpr, HAS_SHARED: tl.constexpr,
     SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """See `scute_compile.runtime_min.reference.shrink`. One record of work per program, the longer shared ones first.
+    """See `scute_compile.runtime_min.reference.shrink`. One work item per program, the longer shared items first.
 
-    Where `SHARES` ranks divide the terms' rank, this one computes as many of a row's entries as each of the others.
-    Only where there are very many records, or a captured graph is made for so many, programs take several.
+    Where `SHARES` ranks divide the terms' rank, each computes an equal share of a row's entries. Programs take several
+    items only where there are very many, in the step or in the capacity of a captured graph.
     """
     if PDL:
-        tlc.gdc_launch_dependents()  # the expand may load its own factors meanwhile; it waits for all of this grid
+        tlc.gdc_launch_dependents()  # the expand may load its factors meanwhile; it waits for all of this grid
     work = tl.program_id(0)
     if work >= shared_programs:
         if HAS_OWNED:
-            unit = work - shared_programs
-            end = owned_units
-            while unit < end:
-                # a record says how many there are: a step often has fewer than its graph was captured for
-                end = tl.load(work_ptr + unit // (SPLIT * SLICES) * 4 + 3) * (SPLIT * SLICES)
+            item = work - shared_programs
+            end = owned_items
+            while item < end:
+                # an item holds the number of items: a step often has fewer than its graph was captured for
+                end = tl.load(work_ptr + item // (SPLIT * SLICES) * 4 + 3) * (SPLIT * SLICES)
                 _owned(
-                    unit, x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, sites, first_site, h_capacity,
+                    item, x_ptr, h_ptr, pages_ptr, page_map_ptr, directory_ptr, work_ptr, sites, first_site, h_capacity,
                     K, SLICES, SPLIT, ROWS, STEP, VALUES, SHARES, PDL,
                 )  # fmt: skip
-                unit += tl.num_programs(0) - shared_programs
+                item += tl.num_programs(0) - shared_programs
     elif HAS_SHARED:
         _shared(
             work, x_ptr, hs_ptr, shared_ptr, pages_ptr, page_map_ptr, directory_ptr, swork_ptr, pair_rows_ptr,
-            pair_slots_ptr, pair_ptr, sites, first_site,
+            pair_adapters_ptr, pair_ptr, sites, first_site,
             K, SLICES, SPLIT_S, BLOCK_K, LANES, VALUES, BLOCK_T, BLOCK_R, HS_ROWS, HS_RANKS, SHARES,
             PDL,
         )  # fmt: skip
     if PDL:
-        tlc.gdc_wait()  # also where there was no work: the expand relies on the GEMM before this grid having ended
+        tlc.gdc_wait()  # also without work: the expand relies on the GEMM before this grid having ended

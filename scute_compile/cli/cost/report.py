@@ -1,12 +1,12 @@
-"""What `scute cost` shows: bytes per step and predicted time of each method, of a mixed pool and of a padded one."""
+"""The report of `scute cost`: bytes and predicted time per decode step of each method and of pools."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from scute_compile.base.shapes import ModelShape
+from scute_compile.base.shapes import SHAPES, ModelShape, named_shape, shape_of
 from scute_compile.cli.cost.step_cost import (
     gemm_bytes,
     ia3_bytes,
@@ -20,14 +20,11 @@ from scute_compile.cli.cost.step_cost import (
     vera_vector_bytes,
 )
 from scute_compile.diagnostics import Code, Findings
+from scute_compile.driver.bases import open_model
+from scute_compile.driver.reports import envelope
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.method import Method
 from scute_compile.ir.target import Workload
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-SCHEMA_VERSION = "1.0"
 
 _MIXED = (Method.LORA, Method.DORA, Method.IA3, Method.VERA, Method.OFT)
 _FLOAT32 = 4
@@ -35,41 +32,44 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large the adapters of a pool are."""
+    """The sizes of the adapters of a pool."""
 
     rank: int = 16
-    """Of LoRA, DoRA and AdaLoRA."""
+    """The rank of LoRA, DoRA and AdaLoRA."""
     vera_rank: int = 256
+    """The rank of VeRA's shared pair."""
     oft_block: int = 32
+    """The inputs per rotation block of OFT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRow:
-    """One pool and what it adds to the base's step."""
+    """What one pool adds to the base's decode step. Units: bytes, milliseconds."""
 
     pool: str
     tenants: int
     shared_bytes: int
-    """Read once, for all tenants."""
+    """Bytes of shared factors, read once for all tenants."""
     tenant_bytes: int
-    """Read for each tenant, all together."""
+    """Bytes that tenants own, all tenants together."""
     activation_bytes: int
-    """Read and written for the step's tokens by the launches below."""
+    """Bytes of activations that the additional kernels read and write."""
     launches: int
+    """Kernels beyond the base's."""
     memory_ms: float
-    """The adapters' bytes alone, at the bandwidth."""
+    """Time to read the adapters' bytes."""
     predicted_ms: float
-    """All bytes at the bandwidth, and the launches."""
+    """Time to move all bytes, and to launch the kernels."""
 
     @property
     def adapter_bytes(self) -> int:
-        """What the adapters themselves move in one step."""
+        """The bytes of the adapters, read in one step."""
         return self.shared_bytes + self.tenant_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostReport:
-    """The table, with everything that it was computed from."""
+    """The predictions, with their inputs."""
 
     shape: ModelShape
     workload: Workload
@@ -81,21 +81,20 @@ class CostReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain JSON values."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "command": "cost",
-            "model": self.shape.name,
-            "layers": self.shape.layers,
-            "dtype": self.dtype.value,
-            "tenants": self.workload.tenants,
-            "tokens": self.workload.tokens,
-            "bandwidth": self.workload.bandwidth,
-            "launch": self.workload.launch,
-            "rank": self.sizes.rank,
-            "vera_rank": self.sizes.vera_rank,
-            "oft_block": self.sizes.oft_block,
-            "base": {"bytes": self.base_bytes, "predicted_ms": self.base_ms},
-            "pools": [
+        return envelope(
+            "cost",
+            model=self.shape.name,
+            layers=self.shape.layers,
+            dtype=self.dtype.value,
+            tenants=self.workload.tenants,
+            tokens=self.workload.tokens,
+            bandwidth=self.workload.bandwidth,
+            launch=self.workload.launch,
+            rank=self.sizes.rank,
+            vera_rank=self.sizes.vera_rank,
+            oft_block=self.sizes.oft_block,
+            base={"bytes": self.base_bytes, "predicted_ms": self.base_ms},
+            pools=[
                 {
                     "pool": row.pool,
                     "tenants": row.tenants,
@@ -109,48 +108,25 @@ class CostReport:
                 }
                 for row in self.rows
             ],
-        }
-
-    def render(self, console: Console) -> None:
-        """Print the table."""
-        from rich.table import Table
-
-        work = self.workload
-        table = Table(
-            title=f"{self.shape.name}, {self.dtype}: one step of {work.tenants} tenants, {work.tokens} tokens",
-            caption=f"{work.bandwidth / 1e9:,.0f} GB/s, {work.launch * 1e6:g} us a launch; times add to the base's",
         )
-        table.add_column("pool")
-        for heading in ("adapters", "activations", "launches", "memory ms", "predicted ms"):
-            table.add_column(heading, justify="right")
-        table.add_row(
-            "base GEMMs alone", readable(self.base_bytes), "", "", f"{self.base_ms:.3f}", f"{self.base_ms:.3f}"
-        )
-        table.add_section()
-        for row in self.rows:
-            table.add_row(
-                row.pool,
-                readable(row.adapter_bytes),
-                readable(row.activation_bytes),
-                str(row.launches),
-                f"{row.memory_ms:.3f}",
-                f"{row.predicted_ms:.3f}",
-            )
-        console.print(table)
 
 
-def readable(count: int) -> str:
-    """Return a byte count with four digits and a decimal unit.
+def cost_of_model(model: str, *, workload: Workload, dtype: DType, sizes: Sizes) -> CostReport:
+    """Predict the costs for a known model shape, or for a base.
 
-    >>> readable(1342177280)
-    '1.342 GB'
-    >>> readable(812)
-    '812 B'
+    Args:
+        model: a name of the table of shapes, a folder or a Hub id.
+        workload: the decode step.
+        dtype: the dtype of base and adapters.
+        sizes: the sizes of the adapters.
+
+    Raises:
+        ScuteError: SC703 for an unknown name and for every number that is out of range, SC4xx for a base that can't be
+            opened.
     """
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:#.4g} {unit}".replace(". ", " ")
-    return f"{count} B"
+    known = model in SHAPES or not (Path(model).exists() or "/" in model)
+    shape = named_shape(model) if known else shape_of(open_model(model, weights=False).structure)
+    return cost_table(shape, workload=workload, dtype=dtype, sizes=sizes)
 
 
 def cost_table(
@@ -161,10 +137,17 @@ def cost_table(
     sizes: Sizes | None = None,
     mix: Mapping[Method, int] | None = None,
 ) -> CostReport:
-    """Return what pools of adapters on every projection of `shape` add to one step.
+    """Return what pools of adapters on every projection of `shape` add to one decode step.
 
-    Rows: each method alone with all tenants, the `mix` (None: the five methods in equal parts), and a pool of LoRA in
-    which everyone is padded to the largest rank of the pool.
+    The pools: each method alone with all tenants, the mix, and a pool of LoRA adapters that are padded to the larger of
+    the two ranks.
+
+    Args:
+        shape: the model's projections.
+        workload: the decode step.
+        dtype: the dtype of base and adapters.
+        sizes: the sizes of the adapters.
+        mix: tenants per method; None: LoRA, DoRA, IA3, VeRA and OFT in equal parts.
 
     Raises:
         ScuteError: SC703 for every number that is out of range.
@@ -200,20 +183,20 @@ def cost_table(
 
 def _equal_parts(tenants: int) -> Mapping[Method, int]:
     share, rest = divmod(max(tenants, 0), len(_MIXED))
-    parts = {method: share + (place < rest) for place, method in enumerate(_MIXED)}
+    parts = {method: share + (position < rest) for position, method in enumerate(_MIXED)}
     return {method: count for method, count in parts.items() if count}
 
 
 def _require_in_range(workload: Workload, sizes: Sizes, mix: Mapping[Method, int]) -> None:
     findings = Findings()
-    least_one = (
+    positive = (
         ("--tenants", workload.tenants),
         ("--tokens", workload.tokens),
         ("--rank", sizes.rank),
         ("--vera-rank", sizes.vera_rank),
         ("--oft-block", sizes.oft_block),
     )
-    for where, value in least_one:
+    for where, value in positive:
         if value < 1:
             _out_of_range(findings, where, value, "at least 1")
     if not 0 < workload.bandwidth < float("inf"):
@@ -233,15 +216,15 @@ def _out_of_range(findings: Findings, where: str, value: float, expected: str) -
 def _row(
     *, pool: str, shape: ModelShape, tenants: Mapping[Method, int], workload: Workload, dtype: DType, sizes: Sizes
 ) -> CostRow:
-    held = {method: count for method, count in tenants.items() if count}
+    present = {method: count for method, count in tenants.items() if count}
     width = dtype.itemsize
-    shared = vera_pair_bytes(shape, rank=sizes.vera_rank, width=width) if Method.VERA in held else 0
-    owned = sum(_tenant_bytes(method, shape, count, width, sizes) for method, count in held.items())
-    total = sum(held.values())
-    # Tokens are dealt to the methods as their tenants are; a remainder of a token is rounded up.
+    shared = vera_pair_bytes(shape, rank=sizes.vera_rank, width=width) if Method.VERA in present else 0
+    owned = sum(_tenant_bytes(method, shape, count, width, sizes) for method, count in present.items())
+    total = sum(present.values())
+    # Each method has tokens in proportion to its tenants, rounded up.
     moved = sum(
         _activation_bytes(method, shape, -(-workload.tokens * count // total), workload.activation_bytes, sizes)
-        for method, count in held.items()
+        for method, count in present.items()
     )
     return _priced(
         pool=pool,
@@ -249,7 +232,7 @@ def _row(
         shared=shared,
         owned=owned,
         activations=moved,
-        count=launches(shape, held),
+        count=launches(shape, present),
         workload=workload,
     )
 
@@ -272,8 +255,8 @@ def _padded_row(shape: ModelShape, workload: Workload, dtype: DType, rank: int) 
 def _priced(
     *, pool: str, tenants: int, shared: int, owned: int, activations: int, count: int, workload: Workload
 ) -> CostRow:
-    adapters = predicted_seconds(shared + owned, bandwidth=workload.bandwidth)
-    everything = predicted_seconds(
+    memory = predicted_seconds(shared + owned, bandwidth=workload.bandwidth)
+    total = predicted_seconds(
         shared + owned + activations, bandwidth=workload.bandwidth, launches=count, launch=workload.launch
     )
     return CostRow(
@@ -283,8 +266,8 @@ def _priced(
         tenant_bytes=owned,
         activation_bytes=activations,
         launches=count,
-        memory_ms=1e3 * adapters,
-        predicted_ms=1e3 * everything,
+        memory_ms=1e3 * memory,
+        predicted_ms=1e3 * total,
     )
 
 
@@ -304,7 +287,7 @@ def _tenant_bytes(method: Method, shape: ModelShape, tenants: int, width: int, s
 
 
 def _activation_bytes(method: Method, shape: ModelShape, tokens: int, width: int, sizes: Sizes) -> int:
-    """Count x read by a fused site's shrink, its products in float32 out and in, and y read and written again."""
+    """Return activation bytes: x read once per fused site, float32 products written and read, y read and written."""
     inputs = shape.layers * sum({p.gemm: p.inputs for p in shape.projections}.values())
     outputs = 2 * shape.outputs * width
     sites = shape.layers * len(shape.projections)
@@ -316,6 +299,6 @@ def _activation_bytes(method: Method, shape: ModelShape, tokens: int, width: int
         case Method.IA3:
             per_token = 2 * shape.layers * sum(length for _, length in shape.ia3_vectors) * width
         case Method.OFT:
-            # x read, delta rows out and in for every site, their products in float32 out and in
+            # x read; delta rows written and read for every site, and their products in float32
             per_token = 3 * shape.inputs * width + 2 * shape.outputs * _FLOAT32 + outputs
     return tokens * per_token

@@ -1,16 +1,16 @@
-"""Bytes and predicted time of one decode step: arithmetic on shapes, nothing fitted.
+"""Bytes and predicted time of one decode step, computed from shapes alone.
 
-What is counted, and how often in a step:
+A step reads or runs:
 
-- once: the base's weights; a factor that tenants share (VeRA's pair), once per site that reads it;
-- once per tenant: every value that an adapter owns (A, B, s, d, e, rotation blocks), read once and never written;
-- once per token: activations, apart from the above (`activation_bytes`). At decode they mostly stay in a GPU's
-  second-level cache, so the tables of adapter bytes leave them out and `cost_report` shows them beside;
-- launches beyond the base's own, per fused site, whatever number of tenants or methods share them: one shrink, one
-  expand, one rotation.
+- once: the base's weights, and a factor that tenants share (VeRA's pair) at each site that uses it;
+- once per tenant: every value that an adapter owns (A, B, s, d, e, rotation blocks);
+- once per token: activations. At decode they mostly stay in a GPU's L2 cache, so adapter bytes leave them out, and
+  reports show them in a column beside;
+- at most one shrink, one expand and one rotation per fused site beyond the base's kernels. All tenants and methods
+  share them.
 
-Values of `width` bytes each, no padding unless the function says so, no page waste. Predicted time is
-`bytes / bandwidth + launches * launch`, in seconds.
+Values have `width` bytes, without padding (except in `padded_bytes`) and without partly filled pages. The predicted
+time is `bytes / bandwidth + launches * launch`, in seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scute_compile.ir.method import Method
 
 
 class Kernel(StrEnum):
-    """The launches that adapters may add at a fused site."""
+    """The kernels that adapters add at a fused site."""
 
     ROTATION = "rotation"
     SHRINK = "shrink"
@@ -41,17 +41,17 @@ _KERNELS: Mapping[Method, frozenset[Kernel]] = {
 
 
 def lora_bytes(shape: ModelShape, *, rank: int, tenants: int, width: int) -> int:
-    """Return the bytes of `tenants` adapters of one rank on every site; AdaLoRA's E is merged, so it counts alike."""
+    """Return the bytes of LoRA adapters of one rank on every site. AdaLoRA takes as many, since its E is merged."""
     return tenants * rank * (shape.inputs + shape.outputs) * width
 
 
 def padded_bytes(shape: ModelShape, *, ranks: Sequence[int], width: int) -> int:
-    """Return the bytes that a pool of LoRA adapters moves when each is padded to the largest rank."""
+    """Return the bytes of a pool of LoRA adapters that are padded to the largest rank."""
     return lora_bytes(shape, rank=max(ranks, default=0), tenants=len(ranks), width=width)
 
 
 def scale_bytes(shape: ModelShape, *, tenants: int, width: int) -> int:
-    """Return the bytes of one `s` per site and tenant: what DoRA adds to LoRA."""
+    """Return the bytes of one `s` per site and tenant, which DoRA has beyond LoRA."""
     return tenants * shape.outputs * width
 
 
@@ -61,12 +61,12 @@ def ia3_bytes(shape: ModelShape, *, tenants: int, width: int) -> int:
 
 
 def vera_pair_bytes(shape: ModelShape, *, rank: int, width: int) -> int:
-    """Return the bytes of VeRA's shared pair, read at each site once for all tenants."""
+    """Return the bytes of VeRA's shared pair, read once at each site for all tenants."""
     return rank * (shape.inputs + shape.outputs) * width
 
 
 def vera_vector_bytes(shape: ModelShape, *, rank: int, tenants: int, width: int) -> int:
-    """Return the bytes of the tenants' own `d` and `e`."""
+    """Return the bytes of VeRA's `d` and `e`, one of each per tenant and site."""
     return tenants * (shape.layers * len(shape.projections) * rank + shape.outputs) * width
 
 
@@ -81,7 +81,7 @@ def gemm_bytes(shape: ModelShape, *, width: int) -> int:
 
 
 def launches(shape: ModelShape, methods: Iterable[Method]) -> int:
-    """Return the launches that a pool of these methods adds to a step; tenants and methods share them."""
+    """Return the kernels that a pool of these methods adds to a step. Tenants and methods share them."""
     chosen = frozenset(methods)
     scaled = {gemm for gemm, _ in shape.ia3_vectors}
     count = 0
@@ -92,5 +92,12 @@ def launches(shape: ModelShape, methods: Iterable[Method]) -> int:
 
 
 def predicted_seconds(moved: int, *, bandwidth: float, launches: int = 0, launch: float = 0.0) -> float:
-    """Return the predicted time of moving `moved` bytes with `launches` extra kernels of `launch` seconds each."""
+    """Return the predicted seconds.
+
+    Args:
+        moved: bytes to move.
+        bandwidth: bytes per second.
+        launches: the number of kernels.
+        launch: seconds per kernel.
+    """
     return moved / bandwidth + launches * launch

@@ -1,13 +1,13 @@
-"""The demo's embedded example: a tiny random Llama, and one adapter per method as PEFT itself saves it.
+"""The demo's models: a tiny random Llama, one adapter per method as PEFT saves it, and their log-probabilities.
 
-Learned values are drawn away from the identity, as no training run of seconds would bring them there: a slot that got
-lost, scaled or cut wrongly then moves every answer.
+Learned values are drawn far from the identity, so that a slot that is dropped, scaled or cut wrongly changes the
+output. This is the only module of the command line that imports torch.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,9 @@ import torch
 import transformers
 from peft import AdaLoraConfig, IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 
+from scute_compile.formats.artifact import Artifact
 from scute_compile.runtime_min.base_model import load_model
+from scute_compile.runtime_min.oracle.adapted_model import AdaptedModel
 
 VOCABULARY = 128
 EVERY_SITE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -34,11 +36,11 @@ CONFIGS: Mapping[str, Callable[[], object]] = {
         init_r=6, target_r=3, lora_alpha=18, total_step=10, target_modules=list(EVERY_SITE), task_type="CAUSAL_LM"
     ),
 }
-"""By the adapter's name, which is its method's."""
+"""Adapter name, which is its method's -> PEFT's configuration."""
 
 
 def write_base(folder: Path) -> None:
-    """Write a Llama of two layers, four heads and two key and value heads, split over several files."""
+    """Write a Llama with two layers, four heads and two key-value heads, in several files."""
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=160,
@@ -59,7 +61,7 @@ def write_base(folder: Path) -> None:
 
 
 def write_adapter(name: str, base: Path, folder: Path) -> None:
-    """Write the adapter `name` of `CONFIGS`; its configuration names `base`."""
+    """Write the adapter `name` of `CONFIGS`. Its configuration names `base`."""
     with _quiet():
         model = get_peft_model(load_model(base), CONFIGS[name]())
         generator = torch.Generator().manual_seed(1 + list(CONFIGS).index(name))
@@ -82,12 +84,12 @@ def _drawn(key: str, initial: torch.Tensor, generator: torch.Generator) -> torch
 
 
 def random_tokens(rows: int, length: int) -> torch.Tensor:
-    """Return token ids `(rows, length)`, the same in every run."""
+    """Return token ids `(rows, length)`, equal in every run."""
     return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(7))
 
 
 def peft_logprobs(base: Path, adapter: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities `(rows, length, vocabulary)` as PEFT computes them, loaded as its users load it."""
+    """Return PEFT's log-probabilities `(rows, length, vocabulary)` of a saved adapter."""
     with _quiet():
         model: torch.nn.Module = PeftModel.from_pretrained(load_model(base), str(adapter)).eval()
     return logprobs(model, ids)
@@ -100,9 +102,46 @@ def logprobs(model: Callable[..., object], ids: torch.Tensor, **options: object)
     return torch.log_softmax(logits.float(), -1)
 
 
+def compared(
+    base: Path,
+    adapters: Mapping[str, Path],
+    artifacts: Mapping[str, Artifact],
+    names: Sequence[str | None],
+    *,
+    length: int,
+) -> tuple[tuple[float, float], ...]:
+    """Run one batch with an adapter per row, and each row alone in PEFT.
+
+    Args:
+        base: the folder of the base.
+        adapters: PEFT folders by name.
+        artifacts: the adapters' artifacts by name.
+        names: the adapter of each row; None for the base alone.
+        length: tokens per row.
+
+    Returns:
+        For each row the mean absolute error of the log-probabilities against PEFT, and the mean absolute change from
+        the base to PEFT's adapted model.
+    """
+    ids = random_tokens(len(names), length)
+    model = load_model(base)
+    unadapted = logprobs(model, ids)
+    with AdaptedModel(model, artifacts) as adapted:
+        batch = logprobs(adapted, ids, adapter_names=names)
+    distances = []
+    for row, name in enumerate(names):
+        expected = peft_logprobs(base, adapters[name], ids[row : row + 1])[0] if name else unadapted[row]
+        distances.append((_mean_distance(batch[row], expected), _mean_distance(expected, unadapted[row])))
+    return tuple(distances)
+
+
+def _mean_distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    return (first - second).abs().mean().item()
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep PEFT's advice and transformers' bars out of the demo's output, and its draws out of the caller's."""
+    """Suppress PEFT's warnings and transformers' progress bars, and restore the state of the random generator."""
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
@@ -110,7 +149,7 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
-            torch.manual_seed(0)  # VeRA and OFT draw some of what they save when they are made
+            torch.manual_seed(0)  # VeRA and OFT draw saved values when they are constructed
             yield
     finally:
         if bars:

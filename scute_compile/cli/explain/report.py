@@ -1,110 +1,94 @@
-"""What `scute explain-folds` shows: a view of the notes that the passes wrote, and nothing else.
+"""The report of `scute explain-folds`: a view of the notes that the passes wrote.
 
-Notes that say the same of many layers are said once. An artifact carries its notes, so it needs no base.
+Notes that differ only in the layer's number are grouped. An artifact carries its notes, so it needs no base.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
-from scute_compile.cli.cost.report import readable
-from scute_compile.cli.grouping import Axes, Group, by_layers, grouped, pattern, ranges, relabelled
-from scute_compile.cli.outcomes import envelope
-from scute_compile.diagnostics import Code, fail, printable
-from scute_compile.ir.program import Action, Note
+from scute_compile.cli.grouping import Group, by_layers, grouped, pattern, ranges, relabelled
+from scute_compile.diagnostics import Code, fail
+from scute_compile.driver.artifact_checks import Requested, open_requested
+from scute_compile.driver.planning import Bases, plan_adapter, servable
+from scute_compile.driver.reports import envelope
+from scute_compile.formats.artifact import Artifact, is_artifact
+from scute_compile.ir.method import Method
+from scute_compile.ir.program import Note
 from scute_compile.pack.manifest_records import note_record
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from scute_compile.formats.artifact import Artifact
-    from scute_compile.pipeline import Planned
+from scute_compile.pipeline import Planned
 
 SLOTS = ("R", "s", "b", "d", "e", "c", "A", "B")
 """The order in which a site's slots are shown."""
-STYLES = {
-    Action.MERGED: "green",
-    Action.LIVE: "yellow",
-    Action.DROPPED: "dim",
-    Action.MOVED: "cyan",
-    Action.PLANNED: "blue",
-}
-UNITS = (
-    "bytes are one rank's for one decode step; a launch counts as the bytes that memory would move in its time; "
-    "in brackets the ratio to the route that was chosen"
-)
 SAMPLES = 3
-"""How many site names a message offers."""
+"""How many site names a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainReport:
-    """The notes of one adapter or artifact, those of the asked sites alone."""
+    """The notes of one adapter or artifact."""
 
     name: str
-    method: str
+    method: Method
     glob: str | None
-    """What the sites were filtered by."""
+    """The pattern that filtered the sites; None: all sites."""
     notes: tuple[Note, ...]
+    """The notes of the passes on these sites, in the order of the passes."""
     silent: tuple[str, ...]
-    """Sites of which there is nothing to say: their factors are used as they were saved."""
+    """Sites without notes: their factors are used as they were saved."""
 
     @property
     def groups(self) -> tuple[Group[Note], ...]:
-        """Notes that are equal but for the layer, by projection; slots in the order of the normal form."""
-        found = by_layers(self.notes, name=lambda note: note.site, key=_sameness)
-        return tuple(sorted(found, key=lambda group: (group.pattern, group.axes, _slot_order(group.items[0].slot))))
+        """Notes that differ only in the layer's number, grouped; slots in the order of the normal form."""
+        groups = by_layers(self.notes, name=lambda note: note.site, key=_key)
+        return tuple(sorted(groups, key=lambda group: (group.pattern, group.axes, slot_order(group.items[0].slot))))
 
     def to_json(self) -> dict[str, object]:
         """Return every note, and the groups, as plain JSON values."""
         return envelope(
             "explain-folds",
             name=self.name,
-            method=self.method,
+            method=self.method.value,
             site=self.glob,
             notes=[note_record(note) for note in self.notes],
             silent=list(self.silent),
             groups=[_group_record(group) for group in self.groups],
         )
 
-    def render(self, console: Console) -> None:
-        """Print a summary, then each projection with its slots."""
-        from rich.text import Text
 
-        sites = {note.site: None for note in self.notes} | dict.fromkeys(self.silent)
-        of = f", sites matching {self.glob}" if self.glob else ""
-        head = f"{self.name} ({self.method}): {_counted(len(sites), 'site')}, {_counted(len(self.notes), 'note')}{of}"
-        console.print(Text(printable(head), style="bold"), soft_wrap=True)
-        console.print(_summary(self.notes))
-        if any(note.candidates for note in self.notes):
-            console.print(Text(UNITS, "dim"))
-        for titles, members in _sections(self.groups):
-            console.print()
-            for title in titles:
-                console.print(Text(printable(title), style="bold"), soft_wrap=True)
-            console.print(_section(members))
-        for silent in grouped(self.silent):
-            console.print()
-            console.print(Text(printable(_title(silent)), style="bold"), soft_wrap=True)
-            console.print(Text("  nothing to merge and no live slot: A and B are used as they were saved"))
+def explain_path(source: str, *, base: str | None, requested: Requested, site: str | None) -> ExplainReport:
+    """Explain an adapter, or an artifact by the notes in its manifest.
+
+    Args:
+        source: a PEFT folder, a Hub id or an artifact.
+        base: a folder or a Hub id; None: the base that the adapter names, and none for an artifact.
+        requested: what an adapter is planned for, and what an artifact must have been compiled for.
+        site: keeps sites whose name matches, by `fnmatch`'s rules; None keeps all.
+
+    Raises:
+        ScuteError: the findings that refuse the adapter, what opening the base or the artifact raises, SC703 when
+            `site` matches no site.
+    """
+    if is_artifact(source):
+        return explain_artifact(open_requested(source, base, requested), site)
+    planned, _ = plan_adapter(source, Bases(given=base, weights=False), requested.target, alone=True)
+    return explain_program(servable(planned), site)
 
 
 def explain(
-    notes: Sequence[Note], glob: str | None, *, name: str = "", method: str = "", sites: Iterable[str] = ()
+    notes: Sequence[Note], glob: str | None, *, name: str, method: Method, sites: Iterable[str] = ()
 ) -> ExplainReport:
-    """Return the view of `notes`.
+    """Return the report on notes.
 
     Args:
-        notes: of a planned program, or of an artifact.
+        notes: the notes of a planned program or of an artifact.
         glob: keeps sites whose name matches, by `fnmatch`'s rules; None keeps all.
-        name: the adapter's or artifact's.
-        method: the adapter's.
-        sites: names of sites, for those that have no note.
+        name: the name of the adapter or artifact.
+        method: the adapter's method.
+        sites: the names of all sites, those without notes included.
 
     Raises:
         ScuteError: SC703 when the glob matches no site.
@@ -124,7 +108,7 @@ def explain(
 
 
 def explain_program(planned: Planned, glob: str | None) -> ExplainReport:
-    """Return the view of a planned adapter's notes; it must not be refused.
+    """Return the report on a planned adapter, which must not be refused.
 
     Raises:
         ScuteError: SC703 when the glob matches no site.
@@ -137,19 +121,19 @@ def explain_program(planned: Planned, glob: str | None) -> ExplainReport:
 
 
 def explain_artifact(artifact: Artifact, glob: str | None) -> ExplainReport:
-    """Return the view of the notes that an artifact carries.
+    """Return the report on an artifact.
 
     Raises:
-        ScuteError: SC703 when the glob matches no site, SC601 when a note isn't one that this reader knows.
+        ScuteError: SC703 when the glob matches no site, SC601 when a note has a form that this version doesn't know.
     """
     manifest = artifact.manifest
     notes = notes_of(manifest.notes, str(artifact.path))
     sites = [site.name for site in manifest.sites]
-    return explain(notes, glob, name=manifest.name, method=manifest.method.value, sites=sites)
+    return explain(notes, glob, name=manifest.name, method=Method(manifest.method), sites=sites)
 
 
 def notes_of(records: Sequence[Mapping[str, object]], where: str) -> tuple[Note, ...]:
-    """Return a manifest's records of notes as notes.
+    """Return the notes that a manifest records.
 
     Raises:
         ScuteError: SC601 for a record with a missing, misspelt or unknown field or value.
@@ -160,11 +144,11 @@ def notes_of(records: Sequence[Mapping[str, object]], where: str) -> tuple[Note,
         return TypeAdapter(tuple[Note, ...]).validate_json(json.dumps(list(records)), strict=True)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, fault["loc"]))
+        field = ".".join(map(str, fault["loc"]))
         fail(
             Code.SC601,
             where=where,
-            found=f"notes.{place}: {fault['msg']}",
+            found=f"notes.{field}: {fault['msg']}",
             expected="notes as `scute compile` writes them",
             next="compile the adapter again with this version",
         )
@@ -175,116 +159,41 @@ def _refuse_glob(glob: str, known: Sequence[str]) -> None:
     fail(
         Code.SC703,
         where="--site",
-        found=f"`{glob}` matches none of {_counted(len(known), 'site')}",
-        expected=f"a pattern for whole site names, such as {' or '.join(f'`{x}`' for x in samples) or '`*`'}",
-        next="begin the pattern with `*` to match a name's end, as in `*q_proj`, and quote it for the shell",
+        found=f"`{glob}` matches none of {counted(len(known), 'site')}",
+        expected=f"a pattern for whole site names, such as {' or '.join(f'`{name}`' for name in samples) or '`*`'}",
+        next="begin the pattern with `*` to match the end of a name, as in `*q_proj`, and quote it for the shell",
     )
 
 
-def _sameness(note: Note) -> Hashable:
+def _key(note: Note) -> Hashable:
     numbers = pattern(note.site)[1]
     blank = ["{}"] * len(numbers)
-    why = relabelled(note.why, numbers, blank)
-    return note.slot, note.action, note.rule, note.neighbours, why, note.route, note.candidates
+    reason = relabelled(note.why, numbers, blank)
+    return note.slot, note.action, note.rule, note.neighbours, reason, note.route, note.candidates
 
 
-def _why(group: Group[Note]) -> str:
+def why(group: Group[Note]) -> str:
+    """Return the reason that the notes of a group give, with ranges in place of the layer's number."""
     note = group.items[0]
     return relabelled(note.why, pattern(note.site)[1], [ranges(axis) for axis in group.axes])
 
 
-def _slot_order(slot: str) -> tuple[int, str]:
-    """Return the key that sorts slots; notes of one slot keep the order of the passes."""
+def slot_order(slot: str) -> tuple[int, str]:
+    """Return the key that sorts slots into the order of the normal form."""
     letter = slot[:1]
     return (SLOTS.index(letter) if letter in SLOTS else len(SLOTS)), slot
 
 
 def _group_record(group: Group[Note]) -> dict[str, object]:
-    record = note_record(group.items[0])
     return {
-        **record,
+        **note_record(group.items[0]),
         "site": group.label,
-        "why": _why(group),
+        "why": why(group),
         "count": len(group.items),
         "sites": list(dict.fromkeys(note.site for note in group.items)),
     }
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural where needed."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _title(group: Group[Note] | Group[str]) -> str:
-    return f"{group.label}  x{group.size}" if group.size > 1 else group.label
-
-
-def _sections(groups: Iterable[Group[Note]]) -> Iterator[tuple[list[str], list[Group[Note]]]]:
-    """Yield titles and groups; projections of which the same is told are told together."""
-    own: dict[tuple[str, Axes], list[Group[Note]]] = {}
-    for group in groups:
-        own.setdefault((group.pattern, group.axes), []).append(group)
-    sections: dict[Hashable, tuple[list[str], list[Group[Note]]]] = {}
-    for members in own.values():
-        told = tuple((group.items[0].slot, group.items[0].action, _lines(group)) for group in members)
-        sections.setdefault(told, ([], members))[0].append(_title(members[0]))
-    yield from sections.values()
-
-
-def _summary(notes: Sequence[Note]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    for action in Action:
-        slots = Counter(
-            (note.slot.split(".")[0], note.route.value if note.route else "") for note in notes if note.action is action
-        )
-        ordered = sorted(slots.items(), key=lambda item: (_slot_order(item[0][0]), item[0][1]))
-        said = ", ".join(f"{slot} x{count}{f' ({route})' if route else ''}" for (slot, route), count in ordered)
-        if said:
-            table.add_row(Text(f"  {action.value}", STYLES[action]), Text(printable(said)))
-    return table
-
-
-def _section(groups: Sequence[Group[Note]]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=6, no_wrap=True)
-    table.add_column(min_width=7, no_wrap=True)
-    table.add_column(overflow="fold")
-    shown = ""
-    for group in groups:
-        note = group.items[0]
-        slot = "" if note.slot == shown else printable(note.slot)
-        shown = note.slot
-        table.add_row(Text(f"  {slot}"), Text(note.action.value, STYLES[note.action]), Text("\n".join(_lines(group))))
-    return table
-
-
-def _lines(group: Group[Note]) -> tuple[str, ...]:
-    """Tell one note: its rule and neighbours, why, and the routes with what each costs."""
-    note = group.items[0]
-    owners = ", ".join(f"{name}: {owner.value}" for name, owner in note.neighbours)
-    rule = note.rule.removeprefix(f"{note.action.value}: ")
-    lines = (f"{rule}  [{owners}]" if owners else rule, _why(group))
-    return (*(printable(line) for line in lines if line), *_routes(note))
-
-
-def _routes(note: Note) -> Iterator[str]:
-    costs = dict(note.candidates)
-    chosen = costs.get(note.route, 0) if note.route else 0
-    for route, moved in sorted(costs.items(), key=lambda item: item[0] is not note.route):
-        ratio = f"({_ratio(moved / chosen)}x)" if chosen and route is not note.route else ""
-        mark = "->" if route is note.route else "  "
-        yield f"{mark} {route.value:<28}{readable(moved):>9}  {ratio:>8}".rstrip()
-
-
-def _ratio(value: float) -> str:
-    """Return three digits, or all of a large number's.
-
-    >>> _ratio(0.9931), _ratio(14.22), _ratio(1761.0)
-    ('0.993', '14.2', '1,761')
-    """
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"

@@ -1,7 +1,7 @@
-"""What `scute inspect` shows of an adapter folder or an artifact: sites, ranks, slots, owners, live slots, bytes.
+"""The report of `scute inspect`: sites, ranks, slots, owners, routes and bytes of an adapter or an artifact.
 
-An adapter is described by its plan. With a base, sizes are those that the artifact would have; without one, they follow
-from the adapter's own tensors, and what only the base tells is 0: unknown.
+An adapter is described by its plan. With a base, sizes are those that the artifact would have. Without a base, they
+follow from the adapter's tensors, and a size that only the base gives is 0: unknown.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from scute_compile.cli.grouping import Group, by_layers, pattern
 from scute_compile.cli.inspect.views import (
@@ -21,21 +20,21 @@ from scute_compile.cli.inspect.views import (
     recorded_factors,
     recorded_site,
 )
-from scute_compile.cli.outcomes import envelope
-from scute_compile.formats.artifact import Artifact
+from scute_compile.driver.artifact_checks import Requested, open_requested
+from scute_compile.driver.bases import open_model
+from scute_compile.driver.planning import servable
+from scute_compile.driver.reports import envelope
+from scute_compile.formats.artifact import Artifact, is_artifact
 from scute_compile.ir.dtypes import DType
+from scute_compile.ir.method import Method
 from scute_compile.ir.program import Stage
 from scute_compile.ir.target import LoraSharding
 from scute_compile.pack.manifest_records import finding_record
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from scute_compile.pipeline import Planned
+from scute_compile.pipeline import Planned, plan
 
 
 class Kind(StrEnum):
-    """What was looked at."""
+    """What a report describes."""
 
     ADAPTER = "adapter"
     ARTIFACT = "artifact"
@@ -43,7 +42,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseView:
-    """The base that it belongs to, as far as that is known."""
+    """The base of an adapter or an artifact. An adapter gives only its name."""
 
     name: str | None
     model_type: str | None = None
@@ -56,54 +55,63 @@ class FileView:
     """A rank's file of an artifact."""
 
     file: str
+    """The file's name."""
     sha256: str
     bytes: int
+    """The file's size, header included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport:
-    """Everything that is shown; `bytes` of sites are tensor bytes, `files` have headers too."""
+    """The description of an adapter or an artifact."""
 
     kind: Kind
     name: str
     path: str
-    method: str
+    """The path or Hub id of an adapter, as given; the folder of an artifact."""
+    method: Method
     settings: tuple[tuple[str, str], ...]
+    """Settings of the method that the artifact records, by name."""
     dtype: DType | None
-    """None for an adapter: not chosen yet."""
+    """The artifact's dtype; None for an adapter, whose dtype is not chosen yet."""
     tp: int
     lora_sharding: LoraSharding
     base: BaseView
     planned_for_base: bool
-    """Whether sizes, cuts and routes are the base's; False for an adapter looked at alone."""
+    """Whether sizes, cuts and routes are known; False for an adapter that was planned without its base."""
     sites: tuple[SiteView, ...]
     shared: tuple[SharedView, ...]
+    """The factors that adapters of the store share."""
     files: tuple[FileView, ...]
+    """One file per rank; empty for an adapter."""
     findings: tuple[Mapping[str, object], ...]
+    """The notes of planning, as JSON."""
 
     @property
     def rank_bytes(self) -> tuple[tuple[DType, tuple[int, ...]], ...]:
-        """Per dtype the tensor bytes of each rank, shared factors apart; empty when one site's are unknown."""
+        """Per dtype the tensor bytes of each rank, without shared factors; empty when those of a site are unknown."""
         if not all(site.bytes for site in self.sites):
             return ()
         dtypes = (self.dtype,) if self.dtype is not None else PLANNED_DTYPES
-        held = [dict(site.bytes) for site in self.sites]
-        return tuple((x, tuple(sum(site[x][rank] for site in held) for rank in range(self.tp))) for x in dtypes)
+        sizes = [dict(site.bytes) for site in self.sites]
+        return tuple(
+            (dtype, tuple(sum(site[dtype][rank] for site in sizes) for rank in range(self.tp))) for dtype in dtypes
+        )
 
     @property
     def groups(self) -> tuple[Group[SiteView], ...]:
-        """Sites that are equal but for their layer's number."""
-        return by_layers(self.sites, name=lambda site: site.name, key=_sameness)
+        """Sites that differ only in the layer's number."""
+        return by_layers(self.sites, name=lambda site: site.name, key=_key)
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as plain JSON values, every site by itself."""
+        """Return the report as plain JSON values, with every site."""
         base = self.base
         return envelope(
             "inspect",
             kind=self.kind.value,
             name=self.name,
             path=self.path,
-            method=self.method,
+            method=self.method.value,
             settings=dict(self.settings),
             dtype=self.dtype.value if self.dtype else None,
             tp=self.tp,
@@ -119,23 +127,34 @@ class InspectReport:
             bytes_per_rank={dtype.value: list(ranks) for dtype, ranks in self.rank_bytes},
             shared=[
                 {
-                    "factor": one.name,
-                    "rank": one.rank,
-                    "features": one.features,
-                    "bytes": {dtype.value: held for dtype, held in one.bytes},
-                    "sites": one.sites,
+                    "factor": factor.name,
+                    "rank": factor.rank,
+                    "features": factor.features,
+                    "bytes": {dtype.value: size for dtype, size in factor.bytes},
+                    "sites": factor.sites,
                 }
-                for one in self.shared
+                for factor in self.shared
             ],
-            files=[{"file": one.file, "sha256": one.sha256, "bytes": one.bytes} for one in self.files],
+            files=[{"file": file.file, "sha256": file.sha256, "bytes": file.bytes} for file in self.files],
             findings=[dict(finding) for finding in self.findings],
         )
 
-    def render(self, console: Console) -> None:
-        """Print tables of sites, slots, shared factors and ranks."""
-        from scute_compile.cli.inspect.tables import render
 
-        render(self, console)
+def inspect_path(source: str, *, base: str | None, requested: Requested) -> InspectReport:
+    """Describe an adapter or an artifact.
+
+    Args:
+        source: a PEFT folder, a Hub id or an artifact.
+        base: a folder or a Hub id; None: an adapter is planned without its base.
+        requested: what an adapter is planned for, and what an artifact must have been compiled for.
+
+    Raises:
+        ScuteError: the findings that refuse the adapter, and what opening the base or the artifact raises.
+    """
+    if is_artifact(source):
+        return inspect_artifact(open_requested(source, base, requested))
+    opened = None if base is None else open_model(base, weights=False)
+    return inspect_program(servable(plan(source, opened, requested.target)))
 
 
 def inspect_program(planned: Planned) -> InspectReport:
@@ -143,7 +162,7 @@ def inspect_program(planned: Planned) -> InspectReport:
     program = planned.program
     if program is None:
         raise AssertionError(planned.name)
-    said = planned.adapter.config.get("base_model_name_or_path") if planned.adapter else None
+    base_name = planned.adapter.config.get("base_model_name_or_path") if planned.adapter else None
     routed = program.stage is Stage.ROUTED
     return InspectReport(
         kind=Kind.ADAPTER,
@@ -154,7 +173,7 @@ def inspect_program(planned: Planned) -> InspectReport:
         dtype=None,
         tp=program.target.tp if routed else 1,
         lora_sharding=program.target.lora_sharding if routed else LoraSharding.DEFAULT,
-        base=BaseView(name=said if isinstance(said, str) and said else None),
+        base=BaseView(name=base_name if isinstance(base_name, str) and base_name else None),
         planned_for_base=routed,
         sites=tuple(planned_site(site) for site in program.sites),
         shared=tuple(planned_factors(program)),
@@ -171,7 +190,7 @@ def inspect_artifact(artifact: Artifact) -> InspectReport:
         kind=Kind.ARTIFACT,
         name=manifest.name,
         path=str(artifact.path),
-        method=manifest.method.value,
+        method=Method(manifest.method),
         settings=tuple(manifest.settings.items()),
         dtype=manifest.dtype,
         tp=manifest.tp,
@@ -185,7 +204,7 @@ def inspect_artifact(artifact: Artifact) -> InspectReport:
     )
 
 
-def _sameness(site: SiteView) -> SiteView:
+def _key(site: SiteView) -> SiteView:
     return replace(site, name="", gemm=pattern(site.gemm)[0])
 
 

@@ -1,4 +1,4 @@
-"""How `inspect` sees sites and factors, of a plan and of a manifest alike."""
+"""Sites and factors as `scute inspect` describes them, from a plan or from a manifest."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from scute_compile.ir.expressions import Expression, Ref, VeraProjection
 from scute_compile.ir.linear import Split
 from scute_compile.ir.program import Owner, Program, Rotation, RotationKind, Site
 from scute_compile.pack.manifest_records import site_record
-from scute_compile.passes.scale import site_expressions
 
 PLANNED_DTYPES = (DType.FLOAT32, DType.BFLOAT16)
-"""In which an adapter's sizes are told; float16 takes what bfloat16 takes."""
+"""The dtypes that an adapter's sizes are given in; float16 takes as many bytes as bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +29,7 @@ class SlotView:
     route: str | None = None
     """Where a live slot is computed; None for factors, and before routes are chosen."""
     shared: str | None = None
-    """The shared factor that it is a window of."""
+    """The name of the shared factor that it is a window of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,42 +38,43 @@ class SiteView:
 
     name: str
     gemm: str
+    """The fused site: equal for layers that an engine multiplies in one GEMM."""
     in_features: int
     out_features: int
     split: Split
     rotation: str | None
-    """`diagonal`, or the number and width of the blocks."""
+    """`diagonal`, or the number and width of the blocks; None without R."""
     ranks: tuple[int, ...]
-    """Of its low-rank terms."""
+    """Ranks of the low-rank terms."""
     slots: tuple[SlotView, ...]
     bytes: tuple[tuple[DType, tuple[int, ...]], ...]
-    """Per dtype what each rank holds, without shared factors; empty when unknown."""
+    """Per dtype the tensor bytes on each tensor-parallel rank, without shared factors; empty when unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedView:
-    """A factor that tenants share; it lies in the store once."""
+    """A factor that adapters share. A store holds it once."""
 
     name: str
-    """Its hash, or before it is written what it is made of."""
+    """The hash of its content; in a plan the key or the seed that it is made from."""
     rank: int
     features: int
     bytes: tuple[tuple[DType, int], ...]
     sites: int
-    """How many sites use it."""
+    """The number of sites that use it."""
 
 
 def recorded_site(record: SiteRecord, dtypes: Sequence[DType]) -> SiteView:
-    """Describe a site as the manifest does; its bytes are those of the tensors that the writer lays out."""
+    """Describe a site by its manifest record; its bytes follow from the layout of the rank files."""
     routes = {live.slot: live.route for live in record.live}
     suffixes = _suffixes(len(record.terms))
-    slots = [name for name, there in (("R", record.rotation), ("s", record.scale), ("b", record.shift)) if there]
+    slots = [name for name, used in (("R", record.rotation), ("s", record.scale), ("b", record.shift)) if used]
     views = [SlotView(slot=name, owner=Owner.ADAPTER, route=routes.get(name)) for name in slots]
     for suffix, term in zip(suffixes, record.terms, strict=True):
         for name, window in (("A", term.a), ("B", term.b)):
             owner = Owner.SHARED if window else Owner.ADAPTER
             views.append(SlotView(slot=name + suffix, owner=owner, shared=window.factor if window else None))
-        inner = [name + suffix for name, there in (("d", term.d), ("e", term.e)) if there]
+        inner = [name + suffix for name, used in (("d", term.d), ("e", term.e)) if used]
         views += [SlotView(slot=name, owner=Owner.ADAPTER, route=routes.get(name)) for name in inner]
     rotation = record.rotation
     return SiteView(
@@ -83,7 +83,7 @@ def recorded_site(record: SiteRecord, dtypes: Sequence[DType]) -> SiteView:
         in_features=record.in_features,
         out_features=record.out_features,
         split=record.split,
-        rotation=_turned(rotation.kind, rotation.blocks, rotation.block) if rotation else None,
+        rotation=_blocks(rotation.kind, rotation.blocks, rotation.block) if rotation else None,
         ranks=tuple(term.rank for term in record.terms),
         slots=tuple(views),
         bytes=tuple((dtype, _rank_bytes(record, dtype)) for dtype in dtypes),
@@ -93,14 +93,14 @@ def recorded_site(record: SiteRecord, dtypes: Sequence[DType]) -> SiteView:
 def _rank_bytes(record: SiteRecord, dtype: DType) -> tuple[int, ...]:
     ranks = range(len(record.inputs))
     layouts = (rank_layout(record, rank, dtype).values() for rank in ranks)
-    return tuple(sum(held.itemsize * prod(shape) for held, shape in layout) for layout in layouts)
+    return tuple(sum(stored.itemsize * prod(shape) for stored, shape in layout) for layout in layouts)
 
 
 def planned_site(site: Site) -> SiteView:
-    """Describe a site of a plan: as its artifact will when it has a cut, else by the shapes of its values."""
+    """Describe a site of a plan: by its future manifest record, or without a cut by the shapes of its values."""
     if site.cut is not None:
         planned = recorded_site(site_record(site, _stand_in), PLANNED_DTYPES)
-        names = {_stand_in(whole): _named(whole) for whole in _shared_factors(site)}
+        names = {_stand_in(whole): _name(whole) for whole in _shared_factors(site)}
         slots = (replace(slot, shared=names[slot.shared]) if slot.shared else slot for slot in planned.slots)
         return replace(planned, slots=tuple(slots))
     linear = site.linear
@@ -110,7 +110,7 @@ def planned_site(site: Site) -> SiteView:
         in_features=linear.in_features,
         out_features=linear.out_features,
         split=linear.split,
-        rotation=_turned_by(site.rotation) if site.rotation else None,
+        rotation=_blocks_of(site.rotation) if site.rotation else None,
         ranks=tuple(term.rank for term in site.terms),
         slots=tuple(_folded_slots(site)),
         bytes=_whole_bytes(site),
@@ -118,27 +118,27 @@ def planned_site(site: Site) -> SiteView:
 
 
 def _folded_slots(site: Site) -> Iterator[SlotView]:
-    """Yield the slots of a site that has no cut and no routes yet."""
+    """Yield the slots of a site without a cut and routes."""
     for name, value in (("R", site.rotation), ("s", site.s), ("b", site.b)):
         if value is not None:
             yield SlotView(slot=name, owner=Owner.ADAPTER)
     for suffix, term in zip(_suffixes(len(site.terms)), site.terms, strict=True):
         for name, factor in (("A", term.a), ("B", term.b)):
             whole = factor.shared
-            yield SlotView(slot=name + suffix, owner=factor.owner, shared=_named(whole) if whole else None)
+            yield SlotView(slot=name + suffix, owner=factor.owner, shared=_name(whole) if whole else None)
         for name, vector in (("d", term.d), ("e", term.e)):
             if vector is not None:
                 yield SlotView(slot=name + suffix, owner=Owner.ADAPTER)
 
 
 def _whole_bytes(site: Site) -> tuple[tuple[DType, tuple[int, ...]], ...]:
-    """Return what one rank that holds everything would hold, from the shapes of the slots' values."""
+    """Return the bytes of a single rank, from the shapes of the slots' values."""
     shared = [f.value for term in site.terms for f in (term.a, term.b) if f.owner is not Owner.ADAPTER]
-    own = [value for value in site_expressions(site) if value not in shared]
-    if any(prod(value.shape) == 0 for value in own):
+    private = [value for value in site.expressions() if value not in shared]
+    if any(prod(value.shape) == 0 for value in private):
         return ()
     shift = prod(site.b.shape) if site.b is not None else 0
-    values = sum(prod(value.shape) for value in own) - shift
+    values = sum(prod(value.shape) for value in private) - shift
     return tuple((dtype, (values * dtype.itemsize + shift * SHIFT_DTYPE.itemsize,)) for dtype in PLANNED_DTYPES)
 
 
@@ -171,16 +171,16 @@ def planned_factors(program: Program) -> Iterator[SharedView]:
             users[whole] = users.get(whole, 0) + 1
     for whole, sites in users.items():
         rank, features = whole.shape
-        held = tuple((dtype, rank * features * dtype.itemsize) for dtype in PLANNED_DTYPES) if features else ()
-        yield SharedView(name=_named(whole), rank=rank, features=features, bytes=held, sites=sites)
+        sizes = tuple((dtype, rank * features * dtype.itemsize) for dtype in PLANNED_DTYPES) if features else ()
+        yield SharedView(name=_name(whole), rank=rank, features=features, bytes=sizes, sites=sites)
 
 
 def _stand_in(whole: Expression) -> str:
-    # the content's hash is not known before packing; a record wants one, and equal matrices must have equal ones
+    # A record names a factor by the hash of its content, which is unknown before packing.
     return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
-def _named(whole: Expression) -> str:
+def _name(whole: Expression) -> str:
     for node in whole.walk():
         if isinstance(node, Ref):
             return node.key
@@ -189,11 +189,11 @@ def _named(whole: Expression) -> str:
     return "shared"
 
 
-def _turned_by(rotation: Rotation) -> str:
-    return _turned(rotation.kind, rotation.delta.shape[0], rotation.block)
+def _blocks_of(rotation: Rotation) -> str:
+    return _blocks(rotation.kind, rotation.delta.shape[0], rotation.block)
 
 
-def _turned(kind: RotationKind, blocks: int, block: int) -> str:
+def _blocks(kind: RotationKind, blocks: int, block: int) -> str:
     if kind is RotationKind.DIAGONAL:
         return "diagonal"
     return f"one block of {block}, repeated" if blocks == 1 else f"{blocks} blocks of {block}"

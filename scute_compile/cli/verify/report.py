@@ -1,40 +1,42 @@
-"""What `scute verify` prints, and when it calls an artifact right."""
+"""The report of `scute verify`, and the errors that it allows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scute_compile.cli.outcomes import SCHEMA_VERSION
-from scute_compile.diagnostics import Code, Diagnostic, ScuteError, fail
-from scute_compile.driver.artifact_checks import other_sources
+from scute_compile.diagnostics import Code, Diagnostic, ScuteError
+from scute_compile.driver.artifact_checks import other_base, other_sources
+from scute_compile.driver.packages import needs
+from scute_compile.driver.planning import Bases
+from scute_compile.driver.reports import envelope
+from scute_compile.formats.artifact import open_artifact
+from scute_compile.formats.peft_folder import open_adapter
 from scute_compile.ir.dtypes import DType
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from scute_compile.formats.artifact import Artifact
-    from scute_compile.pipeline import OpenBase
     from scute_compile.runtime_min.oracle.verification import Verification
 
 RELATIVE = {DType.FLOAT32: 5e-5, DType.BFLOAT16: 2.5e-2, DType.FLOAT16: 4e-3}
-"""Largest error relative to the adapter's own effect: many times one rounding of the artifact's dtype."""
+"""The largest mean error that passes, relative to the adapter's effect: many times one rounding of the dtype."""
 NOISE = 64 * 2.0**-24
-"""What float32 arithmetic alone leaves in a log-probability of ordinary size; it matters for tiny effects only."""
+"""The error of float32 arithmetic in a log-probability of ordinary size. It matters only for tiny effects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """A comparison and its verdict."""
+    """The comparison of an artifact with PEFT."""
 
     artifact: str
+    """The artifact's name."""
     result: Verification
+    """Errors of the log-probabilities beside the adapter's effect."""
     notes: tuple[Diagnostic, ...] = ()
-    """What is worth knowing whatever the verdict: files of the adapter that changed since compiling."""
+    """SC609 when files of the adapter changed since it was compiled."""
 
     @property
     def allowed(self) -> float:
-        """The largest mean absolute error that passes."""
+        """The largest mean absolute error of a log-probability that passes."""
         effect = self.result.mean_abs_adapter_effect or 0.0
         return RELATIVE[DType(self.result.dtype)] * effect + NOISE
 
@@ -46,7 +48,7 @@ class VerifyReport:
 
     @property
     def problem(self) -> Diagnostic | None:
-        """Why it didn't pass."""
+        """The reason that it didn't pass: SC704, or SC702 when PEFT is not comparable; None when it passed."""
         if self.passed:
             return None
         if not self.result.comparable:
@@ -62,60 +64,40 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the comparison as plain JSON values."""
-        head = {"schema_version": SCHEMA_VERSION, "command": "verify", "artifact": self.artifact, "passed": self.passed}
-        findings = [one.to_json() for one in (*self.notes, self.problem) if one]
-        return {**head, **self.result.to_json(), "allowed_mean_error": self.allowed, "findings": findings}
-
-    def render(self, results: Console, problems: Console) -> None:
-        """Print the figures, and the verdict."""
-        from rich.table import Table
-
-        table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_column()
-        table.add_column(justify="right")
-        rows = ("max_abs_logprob_error", "mean_abs_logprob_error", "mean_abs_adapter_effect", "relative_error")
-        for name in rows:
-            value = getattr(self.result, name)
-            table.add_row(name, "-" if value is None else f"{value:.3e}")
-        results.print(
-            f"{self.artifact}: {self.result.dtype}, tp {self.result.tp}, {self.result.tokens} tokens", markup=False
-        )
-        results.print(table)
-        for note in self.notes:
-            problems.print(str(note), markup=False, highlight=False, soft_wrap=True)
-        if self.problem:
-            problems.print(str(self.problem), markup=False, highlight=False, soft_wrap=True)
-        else:
-            results.print(f"[green]equal to PEFT[/] (mean error at most {self.allowed:.3g})")
+        findings = [finding.to_json() for finding in (*self.notes, self.problem) if finding]
+        return {
+            **envelope("verify", artifact=self.artifact, passed=self.passed),
+            **self.result.to_json(),
+            "allowed_mean_error": self.allowed,
+            "findings": findings,
+        }
 
 
-def verify(artifact: Artifact, adapter: str, base: OpenBase, tokens: int) -> VerifyReport:
-    """Run the comparison.
+def verify_artifact(source: str, *, adapter: str, base: str | None, tokens: int) -> VerifyReport:
+    """Compare an artifact with PEFT.
 
     Args:
-        artifact: an opened artifact, known to belong to the base.
-        adapter: the PEFT folder it was compiled from, or a Hub id.
-        base: the base with weights.
-        tokens: how many tokens to compare on.
-    """
-    from scute_compile.formats.peft_folder import open_adapter
+        source: the artifact's folder.
+        adapter: the PEFT folder or Hub id that it was compiled from.
+        base: the base with weights, a folder or a Hub id; None: the base that the adapter names.
+        tokens: the least number of tokens to compare.
 
-    try:
+    Raises:
+        ScuteError: faults of the artifact (SC6xx), the adapter (SC1xx, SC2xx) or the base (SC4xx), SC608 when the
+            artifact is for another base, SC701 without torch, transformers and peft.
+    """
+    artifact = open_artifact(source)
+    opened = open_adapter(adapter)
+    model = Bases(given=base, weights=True).open_for(opened, adapter)
+    if mismatch := other_base(artifact, model):
+        raise ScuteError(mismatch)
+    with needs("torch, transformers and peft", command="verify"):
         from scute_compile.runtime_min.oracle.verification import verify as compare
-    except ModuleNotFoundError as error:
-        fail(
-            Code.SC701,
-            where="verify",
-            found=f"no module named {error.name!r}",
-            expected="torch, transformers and peft",
-            next="`pip install torch peft`, or verify on another machine",
-        )
-    if base.checkpoint.path is None:
-        raise AssertionError(base.checkpoint.source)
-    source = open_adapter(adapter)
-    notes = other_sources(artifact, source)
+    if model.checkpoint.path is None:
+        raise AssertionError(model.checkpoint.source)
+    notes = other_sources(artifact, opened)
     try:
-        result = compare(artifact, source, base.checkpoint.path, tokens=tokens, base_dtype=base.structure.dtype)
+        result = compare(artifact, opened, model.checkpoint.path, tokens=tokens, base_dtype=model.structure.dtype)
     except ScuteError as error:
         raise ScuteError([*notes, *error.diagnostics]) from None
     return VerifyReport(artifact=artifact.manifest.name, result=result, notes=notes)

@@ -1,4 +1,4 @@
-"""A batch on a simulated clock, stepped one by one: how policies do, and an oracle that shares no code with them."""
+"""A simulated batch on a simulated clock, and an oracle for its forecasts that shares no code with them."""
 
 from __future__ import annotations
 
@@ -6,122 +6,127 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from scute_compile.runtime_min.batching.forecast import Capacity, Running, ServiceTimes, Waiting
+from scute_compile.runtime_min.batching.forecast import BatchLimits, QueuedRequest, RunningRequest, ServiceTimes
 from scute_compile.runtime_min.batching.policy import Policy, decide
 
-EVERYONE = 100_000
-"""Steps after which a simulation is taken to hang."""
+MAX_STEPS = 100_000
+"""Steps after which a simulation counts as hanging."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a workload."""
+    """The outcome of a workload."""
 
     first_token: dict[int, float] = field(default_factory=dict)
+    """Time by key."""
     dropped: dict[int, float] = field(default_factory=dict)
-    """Key -> when it was dropped."""
+    """Time by key."""
     admitted: list[tuple[float, int]] = field(default_factory=list)
     """Time and key, in order."""
     adapters: list[int] = field(default_factory=list)
-    """Distinct ones, per step."""
+    """Distinct adapters of each step."""
     most_requests: int = 0
     most_cache: int = 0
     end: float = 0.0
 
-    def attainment(self, workload: Sequence[Waiting]) -> float:
-        """The part of all requests whose first token came in time."""
-        met = sum(self.first_token.get(one.key, inf) <= one.deadline for one in workload)
+    def attainment(self, workload: Sequence[QueuedRequest]) -> float:
+        """Return the fraction of requests whose first token met the deadline."""
+        met = sum(self.first_token.get(request.key, inf) <= request.deadline for request in workload)
         return met / len(workload)
 
     @property
     def mean_adapters(self) -> float:
-        """Distinct adapters of a step, on average."""
+        """Mean number of distinct adapters per step."""
         return sum(self.adapters) / len(self.adapters)
 
 
 @dataclass(slots=True)
-class _Inside:
-    one: Waiting
-    made: int = 0
+class _Member:
+    request: QueuedRequest
+    generated: int = 0
 
 
-def simulate(policy: Policy, capacity: Capacity, times: ServiceTimes, workload: Iterable[Waiting]) -> Outcome:
-    """Serve a workload to its end; steps take exactly what `times` says."""
-    coming = sorted(workload, key=lambda one: (one.arrived, one.key))
-    queue: list[Waiting] = []
-    inside: list[_Inside] = []
+def simulate(policy: Policy, limits: BatchLimits, times: ServiceTimes, workload: Iterable[QueuedRequest]) -> Outcome:
+    """Serve a workload to its end; steps take exactly as long as `times` predicts."""
+    arrivals = sorted(workload, key=lambda request: (request.arrived, request.key))
+    queue: list[QueuedRequest] = []
+    batch: list[_Member] = []
     out = Outcome()
     now = 0.0
-    for _ in range(EVERYONE):
-        if not (queue or inside):
-            if not coming:
+    for _ in range(MAX_STEPS):
+        if not (queue or batch):
+            if not arrivals:
                 out.end = now
                 return out
-            now = max(now, coming[0].arrived)
-        while coming and coming[0].arrived <= now:
-            queue.append(coming.pop(0))
-        chosen = decide(policy, capacity, now, queue, [_running(member) for member in inside])
-        out.dropped |= {late.key: now for late in chosen.dropped}
-        by_key = {one.key: one for one in queue}
-        joined = [by_key[key] for key in chosen.admitted]
-        gone = {*chosen.admitted, *out.dropped}
-        queue = [one for one in queue if one.key not in gone]
-        inside += [_Inside(one) for one in joined]
-        out.admitted += [(now, one.key) for one in joined]
-        if inside:
-            now += times.step + times.prompt_token * sum(one.prompt_tokens for one in joined)
-            _observe(out, inside)
-            inside = [member for member in inside if _makes_a_token(member, now, out)]
-    raise AssertionError("somebody waits for ever")
+            now = max(now, arrivals[0].arrived)
+        while arrivals and arrivals[0].arrived <= now:
+            queue.append(arrivals.pop(0))
+        decision = decide(policy, limits, now, queue, [_running(member) for member in batch])
+        out.dropped |= {dropped.key: now for dropped in decision.dropped}
+        by_key = {request.key: request for request in queue}
+        joined = [by_key[key] for key in decision.admitted]
+        gone = {*decision.admitted, *out.dropped}
+        queue = [request for request in queue if request.key not in gone]
+        batch += [_Member(request) for request in joined]
+        out.admitted += [(now, request.key) for request in joined]
+        if batch:
+            now += times.step + times.prompt_token * sum(request.prompt_tokens for request in joined)
+            _observe(out, batch)
+            batch = [member for member in batch if _generate(member, now, out)]
+    raise AssertionError("a request waits for ever")
 
 
 def first_tokens(
-    capacity: Capacity, times: ServiceTimes, now: float, queue: Sequence[Waiting], running: Sequence[Running]
+    limits: BatchLimits,
+    times: ServiceTimes,
+    now: float,
+    queue: Sequence[QueuedRequest],
+    running: Sequence[RunningRequest],
 ) -> dict[int, float]:
-    """When each of a queue gets its first token in the order of arrival, step by step: slow, plain, with no policy."""
-    inside = [(one.new_left, one.adapter, one.cache_tokens, one.prompt_left) for one in running]
+    """Return when each request of a queue gets its first token in the order of arrival, by plain simulation."""
+    batch = [(request.new_left, request.adapter, request.cache_tokens, request.prompt_left) for request in running]
     left, found = list(queue), dict[int, float]()
     while left:
         joined = []
         while left:
-            one = left[0]
-            names = {row[1] for row in inside} | {one.adapter}
-            cache = sum(row[2] for row in inside) + one.cache_tokens
+            request = left[0]
+            names = {adapter for _, adapter, _, _ in batch} | {request.adapter}
+            cache = sum(cache_tokens for _, _, cache_tokens, _ in batch) + request.cache_tokens
             if (
-                len(inside) >= capacity.requests
-                or cache > capacity.cache_tokens
-                or len(names - {None}) > capacity.max_adapters
+                len(batch) >= limits.max_num_seqs
+                or cache > limits.cache_tokens
+                or len(names - {None}) > limits.max_adapters
             ):
                 break
-            inside.append((one.new_tokens, one.adapter, one.cache_tokens, one.prompt_tokens))
+            batch.append((request.new_tokens, request.adapter, request.cache_tokens, request.prompt_tokens))
             joined.append(left.pop(0))
-        if not inside:
+        if not batch:
             return found
-        now += times.step + times.prompt_token * sum(row[3] for row in inside)
-        found |= {one.key: now for one in joined}
-        inside = [(row[0] - 1, row[1], row[2], 0) for row in inside if row[0] > 1]
+        now += times.step + times.prompt_token * sum(prompt for _, _, _, prompt in batch)
+        found |= {request.key: now for request in joined}
+        batch = [(new - 1, adapter, cache, 0) for new, adapter, cache, _ in batch if new > 1]
     return found
 
 
-def _running(member: _Inside) -> Running:
-    one = member.one
-    return Running(
-        key=one.key,
-        adapter=one.adapter,
+def _running(member: _Member) -> RunningRequest:
+    request = member.request
+    return RunningRequest(
+        key=request.key,
+        adapter=request.adapter,
         prompt_left=0,
-        new_left=one.new_tokens - member.made,
-        cache_tokens=one.cache_tokens,
+        new_left=request.new_tokens - member.generated,
+        cache_tokens=request.cache_tokens,
     )
 
 
-def _observe(out: Outcome, inside: Sequence[_Inside]) -> None:
-    out.adapters.append(len({member.one.adapter for member in inside} - {None}))
-    out.most_requests = max(out.most_requests, len(inside))
-    out.most_cache = max(out.most_cache, sum(member.one.cache_tokens for member in inside))
+def _observe(out: Outcome, batch: Sequence[_Member]) -> None:
+    out.adapters.append(len({member.request.adapter for member in batch} - {None}))
+    out.most_requests = max(out.most_requests, len(batch))
+    out.most_cache = max(out.most_cache, sum(member.request.cache_tokens for member in batch))
 
 
-def _makes_a_token(member: _Inside, now: float, out: Outcome) -> bool:
-    """Let a request make one, and return whether it stays."""
-    out.first_token.setdefault(member.one.key, now)
-    member.made += 1
-    return member.made < member.one.new_tokens
+def _generate(member: _Member, now: float, out: Outcome) -> bool:
+    """Generate a token, and return whether the request stays in the batch."""
+    out.first_token.setdefault(member.request.key, now)
+    member.generated += 1
+    return member.generated < member.request.new_tokens

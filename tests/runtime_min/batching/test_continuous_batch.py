@@ -1,4 +1,4 @@
-"""Requests that share a batch get what PEFT gives each alone, whoever else is there, and whenever they join."""
+"""Requests in a shared batch get the tokens that PEFT generates for each alone, in every mix and order."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def make(pair: Pair, shared_folder: Path) -> Make:
 
 
 class Alone:
-    """What PEFT, or the base, says to one prompt with nobody else in the batch."""
+    """Answers of PEFT, or of the base, to one prompt alone."""
 
     def __init__(self, base: str, made: dict[str, Compiled], folder: Path) -> None:
         self._models: dict[str | None, Any] = {None: load_base(base, folder)}
-        self._models |= {name: peft_model(base, one).base_model.model for name, one in made.items()}
+        self._models |= {name: peft_model(base, adapter).base_model.model for name, adapter in made.items()}
 
-    def says(self, request: Request) -> list[int]:
-        """The greedy answer, with the token that ends it."""
+    def answer(self, request: Request) -> list[int]:
+        """Return the greedy answer, with the token that ends it."""
         ids = torch.tensor([request.prompt])
-        out: torch.Tensor = self._models[request.adapter].generate(
+        out: torch.Tensor = self._models[request.adapter_name].generate(
             ids, do_sample=False, max_new_tokens=request.max_new_tokens, pad_token_id=0
         )
         return out[0, ids.shape[1] :].tolist()
@@ -49,27 +49,27 @@ def opened(base: str, recipes: tuple[str, ...], make: Make, **options: object) -
     made = {recipe: make(recipe, base) for recipe in recipes}
     folder = next(iter(made.values())).base
     model = served(base, folder, **options)
-    for recipe, one in made.items():
-        model.load_adapter(one.artifact, adapter_name=recipe)
+    for recipe, adapter in made.items():
+        model.load_adapter(adapter.artifact, adapter_name=recipe)
     return model, Alone(base, made, folder)
 
 
-def request(adapter: str | None, length: int, new: int, *, seed: int = 0, within: float | None = None) -> Request:
+def request(adapter_name: str | None, length: int, new: int, *, seed: int = 0, within: float | None = None) -> Request:
     return Request(
         prompt=tuple(ids_of(1, length, seed=seed)[0].tolist()),
-        adapter=adapter,
+        adapter_name=adapter_name,
         max_new_tokens=new,
         first_token_within=within,
     )
 
 
 def serve(batch: ContinuousBatch, arrivals: dict[int, list[Request]]) -> list[Ticket]:
-    """Submit requests before the steps of these numbers, and step until all is done."""
+    """Submit requests before the steps of these numbers, and step until all are done."""
     tickets: list[Ticket] = []
     streamed: dict[int, list[int]] = {}
     step = 0
-    while batch.open or any(when >= step for when in arrivals):
-        tickets += [batch.submit(one) for one in arrivals.get(step, [])]
+    while batch.num_unfinished or any(when >= step for when in arrivals):
+        tickets += [batch.submit(item) for item in arrivals.get(step, [])]
         for event in batch.step():
             streamed.setdefault(event.ticket.key, []).extend(event.tokens)
         step += 1
@@ -77,86 +77,93 @@ def serve(batch: ContinuousBatch, arrivals: dict[int, list[Request]]) -> list[Ti
     return tickets
 
 
-@pytest.mark.parametrize("slots", [12, 2])
-def test_requests_that_join_and_leave_get_what_peft_gives_each_alone(slots: int, make: Make) -> None:
-    model, alone = opened("llama", RECIPES, make, max_adapters=slots)
-    everyone = (*RECIPES, None)
+@pytest.mark.parametrize("max_adapters", [12, 2])
+def test_requests_that_join_and_leave_equal_peft_alone(max_adapters: int, make: Make) -> None:
+    model, alone = opened("llama", RECIPES, make, max_adapters=max_adapters)
+    names = (*RECIPES, None)
     arrivals = {
         step: [
-            request(everyone[(step + n) % 6], 3 + (step * 5 + n) % 9, 2 + (3 * step + n) % 9, seed=step)
-            for n in range(2)
+            request(names[(step + n) % 6], 3 + (step * 5 + n) % 9, 2 + (3 * step + n) % 9, seed=step) for n in range(2)
         ]
         for step in (0, 1, 2, 4, 7, 8, 20)
     }
-    with ContinuousBatch(model, cache_tokens=256, requests=6, step_tokens=48) as batch:
+    with ContinuousBatch(model, cache_tokens=256, max_num_seqs=6, max_num_batched_tokens=48) as batch:
         tickets = serve(batch, arrivals)
     assert len(tickets) == 14
     for ticket in tickets:
         assert ticket.phase is Phase.DONE
-        assert ticket.tokens == alone.says(ticket.request), ticket.request
-    assert len(model.pool.resident) <= slots
+        assert ticket.tokens == alone.answer(ticket.request), ticket.request
+    assert len(model.pool.resident) <= max_adapters
 
 
 @pytest.mark.parametrize("base", ["mistral-window", "qwen3", "phi3", "gpt2", "mixtral"])
-def test_other_architectures_are_batched_too(base: str, make: Make) -> None:
+def test_other_architectures_are_batched(base: str, make: Make) -> None:
     model, alone = opened(base, ("lora",), make)
     arrivals = {0: [request("lora", 5, 6), request(None, 9, 3)], 2: [request("lora", 4, 5, seed=1)]}
-    with ContinuousBatch(model, cache_tokens=128, requests=4, step_tokens=32) as batch:
+    with ContinuousBatch(model, cache_tokens=128, max_num_seqs=4, max_num_batched_tokens=32) as batch:
         for ticket in serve(batch, arrivals):
-            assert ticket.tokens == alone.says(ticket.request)
+            assert ticket.tokens == alone.answer(ticket.request)
 
 
-def test_one_prompt_is_no_other_adapters_prompt(make: Make) -> None:
-    """Keys and values of equal prompts are not shared."""
+def test_equal_prompts_of_different_adapters_share_no_cache(make: Make) -> None:
+    """Keys and values depend on the adapter."""
     model, alone = opened("llama", RECIPES, make)
-    everyone = [request(name, 24, 4) for name in (*RECIPES, None)]
-    with ContinuousBatch(model, cache_tokens=512, requests=6, step_tokens=256, page=4) as batch:
-        tickets = serve(batch, {0: everyone[:3], 1: everyone[3:]})
-    assert [ticket.tokens for ticket in tickets] == [alone.says(one) for one in everyone]
+    requests = [request(name, 24, 4) for name in (*RECIPES, None)]
+    with ContinuousBatch(model, cache_tokens=512, max_num_seqs=6, max_num_batched_tokens=256, page_size=4) as batch:
+        tickets = serve(batch, {0: requests[:3], 1: requests[3:]})
+    assert [ticket.tokens for ticket in tickets] == [alone.answer(item) for item in requests]
     assert len({tuple(ticket.tokens) for ticket in tickets}) > 3
+
+
+def test_pefts_name_of_the_base_serves_the_base(make: Make) -> None:
+    model, alone = opened("llama", ("lora",), make)
+    named, plain = request("__base__", 5, 4), request(None, 5, 4)
+    with ContinuousBatch(model, cache_tokens=128, max_num_seqs=2, max_num_batched_tokens=32) as batch:
+        tickets = serve(batch, {0: [named]})
+    assert tickets[0].tokens == alone.answer(plain)
 
 
 def test_long_prompts_are_read_in_several_steps(make: Make) -> None:
     model, alone = opened("llama", ("dora", "oft"), make)
     long, short = request("dora", 40, 4), request("oft", 3, 12)
-    with ContinuousBatch(model, cache_tokens=128, requests=2, step_tokens=8) as batch:
+    with ContinuousBatch(model, cache_tokens=128, max_num_seqs=2, max_num_batched_tokens=8) as batch:
         tickets = serve(batch, {0: [short], 2: [long]})
-    assert [ticket.tokens for ticket in tickets] == [alone.says(short), alone.says(long)]
+    assert [ticket.tokens for ticket in tickets] == [alone.answer(short), alone.answer(long)]
 
 
-def test_a_full_cache_lets_requests_wait(make: Make) -> None:
+def test_requests_wait_while_the_cache_is_full(make: Make) -> None:
     model, alone = opened("llama", ("lora",), make)
-    with ContinuousBatch(model, cache_tokens=32, requests=4, step_tokens=32) as batch:
+    with ContinuousBatch(model, cache_tokens=32, max_num_seqs=4, max_num_batched_tokens=32) as batch:
         first, second = batch.submit(request("lora", 10, 8)), batch.submit(request(None, 4, 8, seed=1))
         batch.step()
         assert [first.phase, second.phase] == [Phase.RUNNING, Phase.WAITING]
         list(batch.run())
         assert batch.cache_bytes >= 32 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, width, bytes
     for ticket in (first, second):
-        assert ticket.tokens == alone.says(ticket.request)
+        assert ticket.tokens == alone.answer(ticket.request)
 
 
-def test_the_next_requests_adapters_come_in_while_a_step_runs(make: Make) -> None:
+def test_adapters_of_the_next_requests_are_prefetched_during_a_step(make: Make) -> None:
     model, alone = opened("llama", RECIPES, make)
-    with ContinuousBatch(model, cache_tokens=128, requests=2, step_tokens=32) as batch:
+    with ContinuousBatch(model, cache_tokens=128, max_num_seqs=2, max_num_batched_tokens=32) as batch:
         lora = batch.submit(request("lora", 4, 6))
         batch.step()
         dora, oft = batch.submit(request("dora", 4, 3)), batch.submit(request("oft", 4, 3))
         batch.step()
         assert [len(lora.tokens), len(dora.tokens), len(oft.tokens)] == [2, 0, 0]
-        assert dora.phase is Phase.RUNNING  # it has a place, and its adapter is there now
+        assert dora.phase is Phase.RUNNING  # admitted, and its adapter is resident now
         assert oft.phase is Phase.WAITING
         assert {"dora", "oft"} <= model.pool.resident.keys()
         batch.step()
         assert [len(lora.tokens), len(dora.tokens), len(oft.tokens)] == [3, 1, 0]
         list(batch.run())
     for ticket in (lora, dora, oft):
-        assert ticket.tokens == alone.says(ticket.request)
+        assert ticket.tokens == alone.answer(ticket.request)
 
 
-def test_a_cancelled_request_leaves_and_the_others_go_on(make: Make) -> None:
+def test_a_cancelled_request_leaves_and_others_continue(make: Make) -> None:
     model, alone = opened("llama", ("lora", "ia3"), make)
-    with ContinuousBatch(model, cache_tokens=64, requests=2, step_tokens=32) as batch:
+    with ContinuousBatch(model, cache_tokens=64, max_num_seqs=2, max_num_batched_tokens=32) as batch:
         tickets = [batch.submit(request(name, 5, 9)) for name in ("lora", "ia3", None)]
         batch.step()
         batch.step()
@@ -166,145 +173,160 @@ def test_a_cancelled_request_leaves_and_the_others_go_on(make: Make) -> None:
         list(batch.run())
         batch.cancel(tickets[1])
         assert batch.step() == ()
-    assert tickets[0].tokens == alone.says(tickets[0].request)[:2]
-    assert [ticket.tokens for ticket in tickets[1:]] == [alone.says(ticket.request) for ticket in tickets[1:]]
+    assert tickets[0].tokens == alone.answer(tickets[0].request)[:2]
+    assert [ticket.tokens for ticket in tickets[1:]] == [alone.answer(ticket.request) for ticket in tickets[1:]]
     assert tickets[1].phase is Phase.DONE
 
 
-def test_requests_come_from_other_threads(make: Make) -> None:
+def test_requests_are_submitted_from_other_threads(make: Make) -> None:
     model, alone = opened("llama", ("lora",), make)
-    with ContinuousBatch(model, cache_tokens=256, requests=4, step_tokens=32) as batch:
+    with ContinuousBatch(model, cache_tokens=256, max_num_seqs=4, max_num_batched_tokens=32) as batch:
         with ThreadPoolExecutor(4) as threads:
-            waiting = [threads.submit(batch.submit, request("lora", 4, 4, seed=seed)) for seed in range(8)]
-            tickets = [one.result() for one in waiting]
+            futures = [threads.submit(batch.submit, request("lora", 4, 4, seed=seed)) for seed in range(8)]
+            tickets = [future.result() for future in futures]
         list(batch.run())
     assert len({ticket.key for ticket in tickets}) == 8
-    assert [ticket.tokens for ticket in tickets] == [alone.says(ticket.request) for ticket in tickets]
+    assert [ticket.tokens for ticket in tickets] == [alone.answer(ticket.request) for ticket in tickets]
 
 
-def refused(code: str, says: str, act: Callable[[], object]) -> None:
-    with pytest.raises(ScuteError, match=says) as error:
-        act()
+def assert_refused(code: str, text: str, call: Callable[[], object]) -> None:
+    with pytest.raises(ScuteError, match=text) as error:
+        call()
     assert error.value.diagnostics[0].code.name == code
 
 
-def failed(ticket: Ticket, code: str, says: str) -> None:
+def assert_failed(ticket: Ticket, code: str, text: str) -> None:
     assert ticket.error is not None
     assert ticket.error.diagnostics[0].code.name == code
-    assert says in str(ticket.error)
+    assert text in str(ticket.error)
 
 
-def test_requests_that_can_never_be_served_are_refused_alone(make: Make) -> None:
+def test_requests_that_can_never_be_served_are_refused(make: Make) -> None:
     model, alone = opened("llama", ("lora",), make)
-    with ContinuousBatch(model, cache_tokens=48, requests=2, step_tokens=32) as batch:
+    with ContinuousBatch(model, cache_tokens=48, max_num_seqs=2, max_num_batched_tokens=32) as batch:
         good = batch.submit(request("lora", 4, 6))
         batch.step()
-        assert batch.longest == 48
-        refused("SC802", "nobody", lambda: batch.submit(request("nobody", 4, 6)))
-        refused("SC807", "41 tokens, and 8 to come", lambda: batch.submit(request("lora", 41, 8)))
-        refused("SC807", "0 tokens", lambda: batch.submit(Request(prompt=())))
-        refused("SC807", "0 to come", lambda: batch.submit(request("lora", 4, 0)))
-        refused("SC807", "among them 128", lambda: batch.submit(Request(prompt=(3, 128))))
-        edge = batch.submit(request("lora", 40, 8))
+        assert batch.max_request_tokens == 48
+        assert_refused("SC802", "unknown", lambda: batch.submit(request("unknown", 4, 6)))
+        assert_refused("SC807", "41 prompt tokens and 8 new ones", lambda: batch.submit(request("lora", 41, 8)))
+        assert_refused("SC807", "0 prompt tokens", lambda: batch.submit(Request(prompt=())))
+        assert_refused("SC807", "0 new ones", lambda: batch.submit(request("lora", 4, 0)))
+        assert_refused("SC807", "among them token 128", lambda: batch.submit(Request(prompt=(3, 128))))
+        longest = batch.submit(request("lora", 40, 8))
         list(batch.run())
-    assert [ticket.tokens for ticket in (good, edge)] == [alone.says(ticket.request) for ticket in (good, edge)]
+    assert [ticket.tokens for ticket in (good, longest)] == [alone.answer(ticket.request) for ticket in (good, longest)]
 
 
-def test_requests_whose_adapter_goes_away_fail_alone(make: Make) -> None:
+def test_requests_of_a_deleted_or_replaced_adapter_fail(make: Make) -> None:
     model, alone = opened("llama", ("lora", "dora", "oft"), make)
-    with ContinuousBatch(model, cache_tokens=96, requests=3, step_tokens=32) as batch:
+    with ContinuousBatch(model, cache_tokens=96, max_num_seqs=3, max_num_batched_tokens=32) as batch:
         lora, dora, oft = (batch.submit(request(name, 4, 8)) for name in ("lora", "dora", "oft"))
         batch.step()
-        late = batch.submit(request("dora", 4, 8))
+        queued = batch.submit(request("dora", 4, 8))
         model.delete_adapter("dora")
         model.replace_adapter(make("lora", "llama").artifact, adapter_name="oft")
         list(batch.run())
-    failed(dora, "SC802", "dora")
-    failed(late, "SC802", "dora")
-    failed(oft, "SC810", "another artifact")
+    assert_failed(dora, "SC802", "dora")
+    assert_failed(queued, "SC802", "dora")
+    assert_failed(oft, "SC810", "another artifact")
     assert len(dora.tokens) == len(oft.tokens) == 1
-    assert lora.tokens == alone.says(lora.request)
+    assert lora.tokens == alone.answer(lora.request)
 
 
-def test_an_adapter_that_finds_no_room_fails_its_requests_alone(make: Make) -> None:
+def test_requests_fail_whose_adapter_has_no_room(make: Make) -> None:
     model, alone = opened("llama", ("lora", "dora", "oft"), make, max_adapters=2)
-    with ContinuousBatch(model, cache_tokens=96, requests=3, step_tokens=32) as batch:
+    with ContinuousBatch(model, cache_tokens=96, max_num_seqs=3, max_num_batched_tokens=32) as batch:
         lora, dora = batch.submit(request("lora", 4, 8)), batch.submit(request("dora", 4, 8))
         batch.step()
-        model.pool.pin("lora")
-        model.pool.evict("dora")
-        model.pool.pin("oft")
+        lease = model.pool.acquire(["lora", "oft"])
         base, other = batch.submit(request(None, 4, 8)), batch.submit(request("dora", 4, 8))
         list(batch.run())
-    failed(dora, "SC804", "held")
-    failed(other, "SC804", "held")
-    assert [ticket.tokens for ticket in (lora, base)] == [alone.says(ticket.request) for ticket in (lora, base)]
+    model.pool.release(lease)
+    assert_failed(dora, "SC804", "held")
+    assert_failed(other, "SC804", "held")
+    assert [ticket.tokens for ticket in (lora, base)] == [alone.answer(ticket.request) for ticket in (lora, base)]
 
 
-def test_early_abort_drops_what_comes_too_late(make: Make) -> None:
+def test_early_abort_drops_requests_that_would_miss_their_deadline(make: Make) -> None:
     model, alone = opened("llama", ("lora",), make)
     now = [0.0]
     policy = Policy(early_abort=ServiceTimes(step=1.0))
     with ContinuousBatch(
-        model, cache_tokens=64, requests=1, step_tokens=32, policy=policy, clock=lambda: now[0], ends=()
+        model,
+        cache_tokens=64,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+        policy=policy,
+        clock=lambda: now[0],
+        eos_token_ids=(),
     ) as batch:
         tickets = [batch.submit(request("lora", 4, 3, seed=seed, within=5.0)) for seed in range(4)]
-        while batch.open:
+        while batch.num_unfinished:
             now[0] += 1.0
             batch.step()
-    # two of three tokens each are done by the fifth second, the third would begin in the seventh
+    # two requests of three tokens are done by the sixth second, and the third would begin in the seventh
     assert [ticket.phase for ticket in tickets] == [Phase.DONE, Phase.DONE, Phase.DROPPED, Phase.DROPPED]
-    failed(tickets[2], "SC808", "within 5.0 s")
+    assert_failed(tickets[2], "SC808", "within 5.0 s")
     assert tickets[2].tokens == []
     assert [len(ticket.tokens) for ticket in tickets[:2]] == [3, 3]
-    assert tickets[0].tokens == alone.says(tickets[0].request)[:3]
+    assert tickets[0].tokens == alone.answer(tickets[0].request)[:3]
 
 
-def test_steps_are_measured_for_the_estimate(make: Make) -> None:
+def test_service_times_are_measured(make: Make) -> None:
     model, _ = opened("llama", ("lora",), make)
-    with ContinuousBatch(model, cache_tokens=64, requests=1, step_tokens=32) as batch:
-        assert batch.measured is None
+    with ContinuousBatch(model, cache_tokens=64, max_num_seqs=1, max_num_batched_tokens=32) as batch:
+        assert batch.service_times is None
         batch.submit(request("lora", 4, 4))
         list(batch.run())
-        assert batch.measured is not None
-        assert 0 < batch.measured.step < 10
+        assert batch.service_times is not None
+        assert 0 < batch.service_times.step < 10
 
 
 @pytest.mark.parametrize("base", ["gpt_neox", "opt"])
-def test_models_whose_attention_has_no_paged_form_are_refused(base: str, make: Make) -> None:
+def test_models_without_paged_attention_are_refused(base: str, make: Make) -> None:
     model, _ = opened(base, ("lora",), make)
-    refused("SC809", "transformers", lambda: ContinuousBatch(model, cache_tokens=64, requests=2, step_tokens=32))
+    assert_refused(
+        "SC809",
+        "transformers",
+        lambda: ContinuousBatch(model, cache_tokens=64, max_num_seqs=2, max_num_batched_tokens=32),
+    )
 
 
-def test_a_softcap_that_paged_attention_leaves_out_is_refused(make: Make) -> None:
+def test_a_softcap_that_paged_attention_drops_is_refused(make: Make) -> None:
     model, _ = opened("gemma2", ("lora",), make)
-    refused("SC809", "softcap", lambda: ContinuousBatch(model, cache_tokens=64, requests=2, step_tokens=32))
+    assert_refused(
+        "SC809", "softcap", lambda: ContinuousBatch(model, cache_tokens=64, max_num_seqs=2, max_num_batched_tokens=32)
+    )
 
 
-def test_a_model_that_answers_otherwise_with_the_paged_cache_is_refused(make: Make) -> None:
+def test_a_model_with_other_logits_under_the_paged_cache_is_refused(make: Make) -> None:
     model, _ = opened("llama", ("lora",), make)
     attention: Any = model.model.get_submodule("model.layers.0.self_attn")
     forward = attention.forward
     attention.forward = lambda *args, **options: forward(*args, **{**options, "attention_mask": None})
-    refused("SC809", "differ by", lambda: ContinuousBatch(model, cache_tokens=64, requests=2, step_tokens=32))
+    assert_refused(
+        "SC809", "differ by", lambda: ContinuousBatch(model, cache_tokens=64, max_num_seqs=2, max_num_batched_tokens=32)
+    )
 
 
-def test_the_model_is_given_back_with_its_attention(make: Make) -> None:
+def test_close_restores_the_attention(make: Make) -> None:
     model, alone = opened("llama", ("lora",), make)
-    one: Any = model.model
-    one.set_attn_implementation("eager")
-    with ContinuousBatch(model, cache_tokens=64, requests=2, step_tokens=32) as batch:
-        left = batch.submit(request("lora", 4, 8))
+    inner: Any = model.model
+    inner.set_attn_implementation("eager")
+    with ContinuousBatch(model, cache_tokens=64, max_num_seqs=2, max_num_batched_tokens=32) as batch:
+        unfinished = batch.submit(request("lora", 4, 8))
         batch.step()
-    assert one.config._attn_implementation == "eager"
-    assert left.phase is Phase.CANCELLED
-    asked = request("lora", 4, 8)
-    out = model.generate(torch.tensor([asked.prompt]), adapter_names=["lora"], do_sample=False, max_new_tokens=8)
-    assert out[0, 4:].tolist() == alone.says(asked)
+    assert inner.config._attn_implementation == "eager"
+    assert unfinished.phase is Phase.CANCELLED
+    again = request("lora", 4, 8)
+    out = model.generate(torch.tensor([again.prompt]), adapter_names=["lora"], do_sample=False, max_new_tokens=8)
+    assert out[0, 4:].tolist() == alone.answer(again)
 
 
-def test_sizes_that_do_not_go_together_are_refused(make: Make) -> None:
+def test_contradicting_sizes_are_refused(make: Make) -> None:
     model, _ = opened("llama", ("lora",), make)
-    refused("SC703", "at most 512|<= 512", lambda: ContinuousBatch(model, step_tokens=1024))
-    refused("SC703", "64 requests", lambda: ContinuousBatch(model, requests=64, step_tokens=32))
-    refused("SC703", "fewer cache_tokens", lambda: ContinuousBatch(model, cache_tokens=10**12))
+    assert_refused("SC703", "<= 512", lambda: ContinuousBatch(model, max_num_batched_tokens=1024))
+    assert_refused(
+        "SC703", "max_num_seqs 64", lambda: ContinuousBatch(model, max_num_seqs=64, max_num_batched_tokens=32)
+    )
+    assert_refused("SC703", "fewer cache_tokens", lambda: ContinuousBatch(model, cache_tokens=10**12))

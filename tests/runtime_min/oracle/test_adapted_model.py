@@ -1,4 +1,4 @@
-"""A real model served with artifacts: mixed batches, ranks, and slots that must not get lost on the way."""
+"""A model adapted by artifacts: the formula at every slot, mixed batches, simulated ranks and refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.artifacts import Ranges, Written, write_artifact
 from tests.support.bases import load_base
 
 IDS = torch.randint(0, 128, (4, 9), generator=torch.Generator().manual_seed(3))
-# Logits of these models are below 20 and pass through a few hundred float32 additions per layer.
+# Logits of these models are below 20, after a few hundred float32 additions per layer.
 CLOSE = 20 * 512 * 2.0**-24
 
 
@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int, scale: float = 0.3) -> torch.Tensor:
 
 
 def lora(layer: int) -> Written:
-    """LoRA with all the vectors there are, on a column-parallel site."""
+    """A column-parallel site with LoRA and every vector slot."""
     slots = {
         "ds": drawn(64, seed=1),
         "b": drawn(64, seed=2),
@@ -37,7 +37,7 @@ def lora(layer: int) -> Written:
 
 
 def values(layer: int) -> Written:
-    """Key and value heads: two of them, 8 wide."""
+    """A site with two value heads of width 8, and shared factors."""
     slots = {"ds": drawn(16, seed=11), "A0": drawn(3, 80, seed=12), "B0": drawn(3, 24, seed=13)}
     return Written(
         name=f"model.layers.{layer}.self_attn.v_proj",
@@ -48,8 +48,8 @@ def values(layer: int) -> Written:
     )
 
 
-def turned(layer: int, kind: str) -> Written:
-    """A row-parallel site whose input is turned and whose output is scaled and shifted."""
+def rotated(layer: int, kind: str) -> Written:
+    """A row-parallel site with a rotation, a scale, a shift and LoRA."""
     delta = drawn(20, 8, 8, seed=21) if kind == "blocks" else drawn(160, seed=22)
     slots = {"dR": delta, "ds": drawn(64, seed=23), "b": drawn(64, seed=24)}
     slots |= {"A0": drawn(4, 160, seed=25), "B0": drawn(4, 64, seed=26), "e0": 1 + drawn(64, seed=27)}
@@ -58,7 +58,7 @@ def turned(layer: int, kind: str) -> Written:
     )
 
 
-SITES = (lora(0), values(0), turned(0, "blocks"), turned(1, "diagonal"), values(1))
+SITES = (lora(0), values(0), rotated(0, "blocks"), rotated(1, "diagonal"), values(1))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def logits(model: torch.nn.Module, artifacts: dict[str, Path], ids: Sequence[str
 
 
 def as_matrix(delta: torch.Tensor) -> torch.Tensor:
-    """R - I as a matrix."""
+    """Return `R - I` as a matrix."""
     if delta.ndim == 1:
         return torch.diag(delta)
     matrix: torch.Tensor = torch.block_diag(*delta)  # type: ignore[no-untyped-call] # torch leaves it unannotated
@@ -81,10 +81,10 @@ def as_matrix(delta: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(model: torch.nn.Module, sites: Sequence[Written]) -> torch.Tensor:
-    """Logits with every site computed by the formula from its layer's weight; these layers have no bias."""
+    """Return logits with every site computed by the formula from its layer's weight; these layers have no bias."""
 
     def hook(site: Written) -> Callable[..., torch.Tensor]:
-        one = torch.ones(1)
+        ones = torch.ones(1)
 
         def run(layer: torch.nn.Module, args: tuple[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
             x, slots, weight = args[0], site.slots, layer.weight
@@ -92,10 +92,10 @@ def by_hand(model: torch.nn.Module, sites: Sequence[Written]) -> torch.Tensor:
             delta = slots.get("dR", torch.zeros(site.in_features))
             whole = as_matrix(delta)
             y = (x + x @ whole) @ weight.T
-            out = y * (1 + slots.get("ds", 0 * one)) + slots.get("b", 0 * one)
+            out = y * (1 + slots.get("ds", 0 * ones)) + slots.get("b", 0 * ones)
             if "A0" in slots:
                 a, b = slots["A0"][:, : site.in_features], slots["B0"][:, : site.out_features]
-                out = out + (((x @ a.T) * slots.get("d0", one)) @ b) * slots.get("e0", one)
+                out = out + (((x @ a.T) * slots.get("d0", ones)) @ b) * slots.get("e0", ones)
             return out
 
         return run
@@ -118,7 +118,7 @@ def test_an_artifact_computes_the_formula(model: torch.nn.Module, tmp_path: Path
 @pytest.mark.parametrize(
     ("number", "slot"), [(n, slot) for n, site in enumerate(SITES) for slot in site.slots if slot not in ("A0", "B0")]
 )
-def test_every_slot_counts(model: torch.nn.Module, tmp_path: Path, number: int, slot: str) -> None:
+def test_dropping_any_slot_changes_the_logits(model: torch.nn.Module, tmp_path: Path, number: int, slot: str) -> None:
     sites = list(SITES)
     sites[number] = replace(sites[number], slots={k: v for k, v in sites[number].slots.items() if k != slot})
     kept = logits(model, {"one": write_artifact(tmp_path, SITES, name="kept")}, ["one"])
@@ -126,7 +126,7 @@ def test_every_slot_counts(model: torch.nn.Module, tmp_path: Path, number: int, 
     assert (kept - dropped).abs().max() > 100 * CLOSE
 
 
-def test_base_rows_are_equal_to_the_bit_in_a_mixed_batch(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_base_rows_of_a_mixed_batch_are_bit_equal_to_the_base(model: torch.nn.Module, tmp_path: Path) -> None:
     artifacts = {"one": write_artifact(tmp_path, SITES, name="one")}
     plain = logits(model, artifacts, [None] * 4)
     mixed = logits(model, artifacts, [None, "one", None, "one"])
@@ -136,7 +136,7 @@ def test_base_rows_are_equal_to_the_bit_in_a_mixed_batch(model: torch.nn.Module,
     assert (mixed[[1, 3]] - plain[[1, 3]]).abs().max() > 0.1
 
 
-def test_rows_of_a_mixed_batch_are_what_each_adapter_gives_alone(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_rows_of_a_mixed_batch_equal_those_of_each_adapter_alone(model: torch.nn.Module, tmp_path: Path) -> None:
     artifacts = {
         "one": write_artifact(tmp_path, SITES[:2], name="one"),
         "two": write_artifact(tmp_path, SITES[1:], name="two"),
@@ -147,7 +147,7 @@ def test_rows_of_a_mixed_batch_are_what_each_adapter_gives_alone(model: torch.nn
         assert (mixed[row] - alone[row]).abs().max() < CLOSE
 
 
-def test_simulated_ranks_give_what_one_rank_gives(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_simulated_ranks_equal_one_rank(model: torch.nn.Module, tmp_path: Path) -> None:
     whole = logits(model, {"one": write_artifact(tmp_path, SITES, name="one")}, ["one"] * 4)
     for tp in (2, 4):
         cut = [replace(site, outputs=copies(tp)) if "v_proj" in site.name else site for site in SITES]
@@ -156,11 +156,11 @@ def test_simulated_ranks_give_what_one_rank_gives(model: torch.nn.Module, tmp_pa
 
 
 def copies(tp: int) -> list[Ranges]:
-    """Two key and value heads on `tp` ranks."""
+    """Return the outputs of two key and value heads on `tp` ranks."""
     return [[[8 * (2 * rank // tp), 8 * (2 * rank // tp) + 8]] for rank in range(tp)]
 
 
-def test_ranks_that_hold_different_copies_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_unequal_copies_on_ranks_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:
     site = Written(
         name="model.layers.0.self_attn.v_proj",
         in_features=64,
@@ -180,7 +180,7 @@ def test_ranks_that_hold_different_copies_are_refused(model: torch.nn.Module, tm
 def test_the_bias_of_a_row_parallel_layer_is_added_once(base_folder: Callable[[str], Path], tmp_path: Path) -> None:
     model = load_base("gpt2", base_folder("gpt2"))
     site = Written(
-        name="h.1.mlp.c_proj",  # without its root, and a Conv1D
+        name="h.1.mlp.c_proj",  # a Conv1D, named without the model's root
         in_features=256,
         out_features=64,
         slots={"dR": drawn(256, seed=1), "ds": drawn(64, seed=2), "b": drawn(64, seed=3)},
@@ -205,21 +205,21 @@ def test_the_bias_of_a_row_parallel_layer_is_added_once(base_folder: Callable[[s
     assert (logits(model, {"one": two}, ["one"] * 4) - whole).abs().max() < CLOSE
 
 
-def test_an_unknown_adapter_id_is_named(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_an_unknown_adapter_name_is_named_in_the_error(model: torch.nn.Module, tmp_path: Path) -> None:
     artifact = write_artifact(tmp_path, SITES)
     with pytest.raises(ScuteError, match="`two`"):
         logits(model, {"one": artifact}, ["two"])
 
 
-def test_ids_that_do_not_fit_the_batch_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_another_number_of_names_than_rows_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:
     with (
-        pytest.raises(ScuteError, match="3 adapter ids for 4 rows"),
+        pytest.raises(ScuteError, match="3 adapter names for 4 rows"),
         AdaptedModel(model, {"one": write_artifact(tmp_path, SITES)}) as adapted,
     ):
         adapted.forward(input_ids=IDS, adapter_names=["one"] * 3)
 
 
-def test_sites_that_are_no_layers_of_the_model_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_sites_that_are_not_layers_of_the_model_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:
     other = write_artifact(tmp_path, [replace(lora(0), name="model.layers.9.self_attn.q_proj")], name="name")
     wide = write_artifact(tmp_path, [replace(values(0), name="model.layers.0.self_attn.q_proj")], name="shape")
     for artifact in (other, wide):
@@ -227,7 +227,7 @@ def test_sites_that_are_no_layers_of_the_model_are_refused(model: torch.nn.Modul
             AdaptedModel(model, {"one": artifact})
 
 
-def test_the_model_is_given_back_as_it_was(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_remove_restores_the_model(model: torch.nn.Module, tmp_path: Path) -> None:
     with torch.no_grad():
         before = model(input_ids=IDS).logits
         adapted = AdaptedModel(model, {"one": write_artifact(tmp_path, SITES)})

@@ -1,4 +1,4 @@
-"""Verification against PEFT: what is right is exact, what is wrong shows, and what can't be compared says so."""
+"""Verification against PEFT: right artifacts are exact, wrong ones are not, and refusals name their reason."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Folder = Callable[[str], Path]
 Adapter = Callable[[str, str], Path]
 PREFIX = "base_model.model."
 SCALE = 6 / 4
-"""lora_alpha over the rank of the recipe `lora`."""
-# Two computations in float32 of log-probabilities near 10, of an adapter whose effect is near 1.
+"""`lora_alpha` over the rank of the recipe `lora`."""
+# Two float32 computations of log-probabilities near 10, for an adapter whose effect is near 1.
 EXACT = 10 * 64 * 2.0**-24
 
 
@@ -40,7 +40,7 @@ def adapter(adapter_folder: Adapter, tmp_path: Path) -> Path:
 def artifact_of(
     adapter: Path, store: Path, *, scale: float = SCALE, tp: int = 1, renamed: dict[str, str] | None = None
 ) -> Path:
-    """Write the artifact of a LoRA adapter by hand, before anything is done to the adapter's keys."""
+    """Write the artifact of a LoRA adapter by hand, before a test changes the adapter's keys."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     sites = []
     for key, a in tensors.items():
@@ -84,13 +84,13 @@ def test_a_right_artifact_is_exact(adapter: Path, base: Path, tmp_path: Path, tp
     assert json.loads(json.dumps(result.to_json()))["reason"] is None
 
 
-def test_a_wrong_scale_shows(adapter: Path, base: Path, tmp_path: Path) -> None:
+def test_a_wrong_scale_has_a_large_error(adapter: Path, base: Path, tmp_path: Path) -> None:
     result = verify(artifact_of(adapter, tmp_path / "store", scale=1.01 * SCALE), adapter, base, tokens=32)
     assert result.relative_error is not None
     assert result.relative_error > 1e-3
 
 
-def test_renamed_keys_reach_the_same_modules(adapter: Path, base: Path, tmp_path: Path) -> None:
+def test_renamed_keys_are_loaded_into_the_same_modules(adapter: Path, base: Path, tmp_path: Path) -> None:
     names = {key.rsplit(".", 2)[0] for key in load_file(adapter / "adapter_model.safetensors") if "lora_A" in key}
     renamed = {f"_orig_mod.{name}": name.removeprefix(PREFIX) for name in names}
     artifact = artifact_of(adapter, tmp_path / "store", renamed=renamed)
@@ -100,27 +100,27 @@ def test_renamed_keys_reach_the_same_modules(adapter: Path, base: Path, tmp_path
     assert result.relative_error < EXACT
 
 
-def test_a_key_that_peft_would_miss_is_named(adapter: Path, base: Path, tmp_path: Path) -> None:
+def test_a_missing_key_is_named(adapter: Path, base: Path, tmp_path: Path) -> None:
     artifact = artifact_of(adapter, tmp_path / "store")
     key = f"{PREFIX}model.layers.1.self_attn.q_proj.lora_B.weight"
     edit(adapter, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != key})
     assert "layers.1.self_attn.q_proj.lora_B" in found(verify(artifact, adapter, base, tokens=8))
 
 
-def test_a_key_that_peft_would_not_read_is_named(adapter: Path, base: Path, tmp_path: Path) -> None:
+def test_an_unread_key_is_named(adapter: Path, base: Path, tmp_path: Path) -> None:
     artifact = artifact_of(adapter, tmp_path / "store")
     edit(adapter, lambda tensors: {**tensors, f"{PREFIX}model.layers.7.x.lora_A.weight": torch.ones(4, 64)})
     assert "layers.7" in found(verify(artifact, adapter, base, tokens=8))
 
 
-def test_a_shape_that_peft_refuses_is_no_traceback(adapter: Path, base: Path, tmp_path: Path) -> None:
+def test_a_shape_that_peft_refuses_is_not_comparable(adapter: Path, base: Path, tmp_path: Path) -> None:
     artifact = artifact_of(adapter, tmp_path / "store")
     configure(adapter, r=5)
     assert "can't load" in found(verify(artifact, adapter, base, tokens=8))
 
 
 def reason_of(adapter: Path, tmp_path: Path) -> str:
-    """Return why an adapter isn't comparable; the artifact only gives the manifest."""
+    """Return why an adapter isn't comparable; the artifact only supplies a manifest."""
     site = Written(
         name="model.layers.0.self_attn.q_proj", in_features=64, out_features=64, slots={"ds": torch.zeros(64)}
     )
@@ -132,7 +132,7 @@ def reason_of(adapter: Path, tmp_path: Path) -> str:
     return reason
 
 
-def test_rotations_of_older_generations_are_not_comparable(adapter_folder: Adapter, tmp_path: Path) -> None:
+def test_rotations_of_older_peft_versions_are_not_comparable(adapter_folder: Adapter, tmp_path: Path) -> None:
     adapter = Path(shutil.copytree(adapter_folder("oft", "llama"), tmp_path / "adapter"))
     assert not reason_of(adapter, tmp_path)
     configure(adapter, peft_version="absent")
@@ -143,24 +143,25 @@ def test_rotations_of_older_generations_are_not_comparable(adapter_folder: Adapt
     assert "0.15 or older" in reason_of(adapter, tmp_path)
 
 
-def test_bias_keys_of_older_versions_are_not_comparable(adapter: Path, tmp_path: Path) -> None:
+def test_bias_keys_of_older_peft_versions_are_not_comparable(adapter: Path, tmp_path: Path) -> None:
     configure(adapter, bias="lora_only")
     assert not reason_of(adapter, tmp_path)
     edit(adapter, lambda tensors: {**tensors, f"{PREFIX}model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
     assert "PEFT 0.6 and older" in reason_of(adapter, tmp_path)
 
 
-def test_regenerated_projections_pass_through_the_dtype_of_the_base(
+def test_regenerated_projections_are_rounded_to_the_dtype_of_the_base(
     adapter_folder: Adapter, base: Path, tmp_path: Path
 ) -> None:
     folder = open_adapter(str(adapter_folder("vera-regenerated", "llama")))
     manifest = open_artifact(write_artifact(tmp_path, [])).manifest
-    drawn = {}
+    projections = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = load_base("llama", base)
         names = {name: name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
         wrapped = wrap(model, folder, locate(folder, manifest, names), dtype)
         layer = wrapped.get_submodule(f"{PREFIX}model.layers.0.self_attn.k_proj")
-        drawn[dtype] = layer.vera_A["default"]  # type: ignore[index] # a module attribute
-    assert torch.equal(drawn[torch.bfloat16], drawn[torch.float32].to(torch.bfloat16).float())
-    assert not torch.equal(drawn[torch.bfloat16], drawn[torch.float32])
+        projections[dtype] = layer.vera_A["default"]  # type: ignore[index] # a module attribute
+    rounded = projections[torch.float32].to(torch.bfloat16).float()
+    assert torch.equal(projections[torch.bfloat16], rounded)
+    assert not torch.equal(projections[torch.bfloat16], projections[torch.float32])

@@ -1,8 +1,9 @@
-"""Small adapters for the resident pool, drawn from a seed, with no artifact behind them."""
+"""Small adapters with random tensors for tests of the resident pool, made without artifacts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -19,6 +20,7 @@ from scute_compile.runtime_min.pool.packed_adapter import (
     pack_factor,
     window_of,
 )
+from scute_compile.runtime_min.pool.read_back import read_field
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.reference import SiteTensors, TermTensors
 
@@ -33,9 +35,9 @@ METHODS = ("lora", "dora", "ia3", "oft", "vera")
 
 
 def pool_of(
-    num_pages: int, max_adapters: int, *, map_entries: int | None = None, lendable: int = 0, shared_pages: int = 64
+    num_pages: int, max_adapters: int, *, map_entries: int | None = None, shared_pages: int = 64
 ) -> ResidentPool:
-    """An empty pool on the CPU for `SITES`."""
+    """Return an empty pool on the CPU for `SITES`."""
     return ResidentPool(
         SITES,
         num_pages=num_pages,
@@ -43,14 +45,35 @@ def pool_of(
         dtype=DTYPE,
         device=torch.device("cpu"),
         map_entries=map_entries,
-        lendable=lendable,
         shared_pages=shared_pages,
     )
 
 
+def load(pool: ResidentPool, name: str, adapter: PackedAdapter) -> int:
+    """Add an adapter, make it resident, and return its index."""
+    pool.add(name, adapter)
+    return pool.ensure([name])[name]
+
+
+@contextmanager
+def in_use(pool: ResidentPool, *names: str) -> Iterator[Mapping[str, int]]:
+    """Hold the adapters of a step inside a `with` block, which gets their indices by name."""
+    lease = pool.acquire(names)
+    try:
+        yield lease.indices
+    finally:
+        pool.release(lease)
+
+
+def read_back(pool: ResidentPool, index: int, site: str, field: Field, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of the adapter at an index, found through the device's tables."""
+    pool.memory.wait()
+    return read_field(pool.memory, index, [entry.key for entry in pool.sites].index(site), field, shape)
+
+
 @cache
 def shared_factors(seed: int) -> tuple[PackedFactor, PackedFactor]:
-    """A pair that is as wide as the widest site."""
+    """Return a shared pair as wide as the widest site."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(PAIR_RANK, max(site.in_features for site in SITES), generator=generator)
     b = torch.randn(PAIR_RANK, max(site.out_features for site in SITES), generator=generator)
@@ -58,7 +81,7 @@ def shared_factors(seed: int) -> tuple[PackedFactor, PackedFactor]:
 
 
 def content(method: str, site: DirectoryEntry, seed: int) -> SiteContent:
-    """One site's tensors as the method leaves them after folding; LoRA has one term at `q` and two elsewhere."""
+    """Return a site's tensors as the method leaves them after folding; LoRA has one term at `q` and two elsewhere."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(site.name))
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -96,18 +119,18 @@ def content(method: str, site: DirectoryEntry, seed: int) -> SiteContent:
 
 @cache
 def contents(method: str, seed: int) -> Mapping[str, SiteContent]:
-    """All sites but one, which the seed chooses."""
+    """Return the contents of all sites but one, which the seed chooses."""
     return {site.name: content(method, site, seed) for number, site in enumerate(SITES) if number != seed % 4}
 
 
 @cache
 def packed(method: str, seed: int) -> PackedAdapter:
-    """The packed of an adapter."""
+    """Return a packed adapter."""
     return pack_adapter(f"{method}-{seed}", SITES, contents(method, seed), DTYPE)
 
 
 def tensors(method: str, seed: int) -> Mapping[tuple[str, Field], torch.Tensor]:
-    """What must be read back, by site and field."""
+    """Return the tensors that must be read back, by site and field."""
     found: dict[tuple[str, Field], torch.Tensor] = {}
     for name, held in contents(method, seed).items():
         site = next(site for site in SITES if site.name == name)
@@ -130,17 +153,20 @@ def tensors(method: str, seed: int) -> Mapping[tuple[str, Field], torch.Tensor]:
     return found
 
 
-def assert_reads_back(pool: ResidentPool, slot: int, method: str, seed: int) -> None:
-    """Every tensor of the adapter lies where the device's tables say, and no other is announced."""
+def assert_reads_back(pool: ResidentPool, index: int, method: str, seed: int) -> None:
+    """Assert that the device's tables lead to every tensor of the adapter, and to no other."""
     wanted = tensors(method, seed)
     for (site, field), tensor in wanted.items():
-        assert torch.equal(pool.read_back(slot, site, field, tuple(tensor.shape)), tensor), (method, seed, site, field)
-    announced = _announced(pool.memory.directory[slot], [site.name for site in pool.sites])
-    assert announced == set(wanted)
+        assert torch.equal(read_back(pool, index, site, field, tuple(tensor.shape)), tensor), (
+            method,
+            seed,
+            site,
+            field,
+        )
+    present = _present(pool.memory.directory[index], [site.name for site in pool.sites])
+    assert present == set(wanted)
 
 
-def _announced(records: torch.Tensor, sites: Sequence[str]) -> set[tuple[str, Field]]:
+def _present(rows: torch.Tensor, sites: Sequence[str]) -> set[tuple[str, Field]]:
     offsets = [field for field in Field if field.name.endswith("_OFFSET")]
-    return {
-        (name, field) for name, record in zip(sites, records, strict=True) for field in offsets if record[field] >= 0
-    }
+    return {(name, field) for name, row in zip(sites, rows, strict=True) for field in offsets if row[field] >= 0}

@@ -1,4 +1,4 @@
-"""Ranks whose parts of an adapter differ in size decide alike who has room."""
+"""Ranks whose parts of an adapter differ in size make the same eviction decisions."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.support.rank_processes import Answer, on_ranks
 from tests.support.served import ids_of
 
 SHIFTED = {"r": 1, "lora_bias": True, "target_modules": ["o_proj", "down_proj"]}
-"""Rank 0 alone adds the shift of row-parallel layers: here it needs two pages, and rank 1 one."""
+"""Only rank 0 adds the shift of row-parallel layers: here it needs two pages, and rank 1 one page."""
 
 
 def steps(base: Path, store: Path, ids: torch.Tensor, layout: str, pages: int) -> Answer:
-    """Two adapters in a pool that has no room for both on rank 0, then in turn."""
+    """Serve two adapters in turn from a pool that has no room for both on rank 0."""
     served = ServedModel.for_rank(
         load_model(base),
         lora_sharding=LoraSharding(layout),
@@ -62,7 +62,7 @@ def steps(base: Path, store: Path, ids: torch.Tensor, layout: str, pages: int) -
 
 
 @pytest.mark.parametrize("layout", ["default", "full"])
-def test_what_one_rank_has_no_room_for_no_rank_runs(
+def test_all_ranks_refuse_a_batch_that_does_not_fit_on_one(
     layout: str, base_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     base = base_folder("llama")
@@ -81,7 +81,7 @@ def test_what_one_rank_has_no_room_for_no_rank_runs(
 
 
 def small(base: Path, store: Path, ids: torch.Tensor) -> Answer:
-    """Rank 1 has too few pages for an adapter, for which rank 0 has room; then both serve the base."""
+    """Load an adapter for which only rank 0 has room, then serve the base on both ranks."""
     ranks = RankGroup()
     served = ServedModel.for_rank(
         load_model(base),
@@ -100,7 +100,9 @@ def small(base: Path, store: Path, ids: torch.Tensor) -> Answer:
     return {"code": torch.tensor(int(refused.value.diagnostics[0].code.name[2:])), "out": out}
 
 
-def test_what_is_larger_than_one_ranks_pool_no_rank_loads(base_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_no_rank_loads_an_adapter_larger_than_the_pool_of_one(
+    base_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     base = base_folder("llama")
     write_config(lora(**SHIFTED)(BASES["llama"].sites), "llama", base, tmp_path / "x")
     compiled(tmp_path / "x", base, tmp_path / "store", "--tp", 2, "--dtype", "float32")
@@ -110,7 +112,7 @@ def test_what_is_larger_than_one_ranks_pool_no_rank_loads(base_folder: Callable[
 
 
 def uneven() -> Answer:
-    """An adapter whose shared factors are larger on rank 0; the second one is as on all ranks."""
+    """Pad an adapter of whose two shared factors one is larger on rank 0."""
     ranks = RankGroup()
     a, b = (
         pack_factor(name, torch.full((4, width), 1.0 + ranks.rank), torch.float32)
@@ -129,11 +131,11 @@ def uneven() -> Answer:
     assert torch.equal(larger.buffer[: len(a.buffer)], a.buffer)
     assert not larger.buffer[len(a.buffer) :].any()
     again = with_equal_pages(packed, ranks, torch.device("cpu"), factors)
-    assert again.pairs[0].a.factor is larger, "what is level stays"
+    assert again.pairs[0].a.factor is larger, "factors with equal pages stay"
     return {"pages": torch.tensor([larger.pages, b.pages, a.pages])}
 
 
-def test_shared_factors_take_as_much_room_on_every_rank() -> None:
+def test_shared_factors_get_equal_pages_on_every_rank() -> None:
     first, second = (rank["pages"].tolist() for rank in on_ranks(2, uneven))
     assert first == [10, 1, 10]
     assert second == [10, 1, 1]

@@ -1,4 +1,4 @@
-"""Rows of fully sharded terms as pools hold them, and what a gather of the ranks' entries makes of them."""
+"""Rows of fully sharded terms in the pool's layout, and the intermediates that an all-gather makes of them."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from scute_compile.diagnostics import ScuteError
 from scute_compile.formats.manifest import SiteRecord, TermRecord
 from scute_compile.ir.linear import Split
 from scute_compile.runtime_min.pool.directory import DirectoryEntry
-from scute_compile.runtime_min.pool.fully_sharded import in_parts, own_term, shared_rows
+from scute_compile.runtime_min.pool.fully_sharded import owned_term, pair_rows, split_outputs
 from scute_compile.runtime_min.pool.packed_adapter import SiteContent
 from scute_compile.runtime_min.ranks.cut import LayerCut, exchanges_of
 from scute_compile.runtime_min.ranks.exchange import take_rows
 from scute_compile.runtime_min.ranks.group import RankGroup
 from tests.runtime_min.oracle.test_adapted_model import drawn
 
-WHOLE = TermRecord(rank=7, a=None, b=None, d=False, e=False)
+WHOLE = TermRecord(rank=7, a=None, b=None, d=False, e=False, rows=None, columns=None)
 
 
-def gathered(held: list[torch.Tensor]) -> torch.Tensor:
+def all_gathered(held: list[torch.Tensor]) -> torch.Tensor:
     """Return whole intermediates `(T, R)` from the ranks' entries, as `TermExchange.complete` does."""
     flat = torch.stack([part.reshape(-1) for part in held])
     return flat.t().reshape(held[0].shape[0], -1)
 
 
 @given(st.integers(1, 40), st.integers(2, 5))
-def test_the_ranks_rows_make_the_whole_product_and_all_send_alike(rank: int, tp: int) -> None:
+def test_ranks_rows_give_the_whole_product_from_equally_many_entries(rank: int, tp: int) -> None:
     x, a, b, d = drawn(3, 8, seed=1), drawn(rank, 8, seed=2), drawn(rank, 6, seed=3), drawn(rank, seed=4)
     term = WHOLE.model_copy(update={"rank": rank, "rows": shares(rank, tp)})
     assert term.rows is not None
-    own = [own_term(a[start:stop], b, term, number) for number, (start, stop) in enumerate(term.rows)]
-    assert {len(part.a) for part in own} == {-(-rank // tp)}
-    assert (gathered([x @ part.a.T for part in own]) @ own[0].b - x @ a.T @ b).abs().max() < 1e-4
+    terms = [owned_term(a[start:stop], b, term, number) for number, (start, stop) in enumerate(term.rows)]
+    assert {len(part.a) for part in terms} == {-(-rank // tp)}
+    assert (all_gathered([x @ part.a.T for part in terms]) @ terms[0].b - x @ a.T @ b).abs().max() < 1e-4
     held = []
     for number, (start, stop) in enumerate(term.rows):
-        rows = shared_rows(term, number)
+        rows = pair_rows(term, number)
         assert rows is not None
         held.append(x @ take_rows(a, rows.a.order).T * rows.d_of(d[start:stop]))
         last = take_rows(b, rows.b.order)
-    assert (gathered(held) @ last - x @ a.T * d @ b).abs().max() < 1e-4
+    assert (all_gathered(held) @ last - x @ a.T * d @ b).abs().max() < 1e-4
 
 
-def test_a_pair_has_one_rank_where_rows_are_divided_and_where_they_are_not() -> None:
-    row = shared_rows(WHOLE.model_copy(update={"columns": ((0, 2), (2, 4), (4, 6))}), 1)
-    column = shared_rows(WHOLE.model_copy(update={"rows": shares(7, 3)}), 1)
+def test_a_pair_has_the_same_rank_at_column_and_row_parallel_layers() -> None:
+    row = pair_rows(WHOLE.model_copy(update={"columns": ((0, 2), (2, 4), (4, 6))}), 1)
+    column = pair_rows(WHOLE.model_copy(update={"rows": shares(7, 3)}), 1)
     assert row is not None
     assert column is not None
     assert len(row.a.order) == len(row.b.order) == len(column.b.order) == 3 * len(column.a.order) == 9
-    # windows of one factor that coincide are one packed only if their rows do
+    # equal windows of one factor are packed once only if their rows are equal
     assert row.b.name != column.b.name
     assert row.a.name != column.a.name
 
 
-def test_terms_for_outputs_that_are_no_part_of_the_layer_are_refused() -> None:
+def test_terms_for_outputs_without_a_directory_entry_are_refused() -> None:
     term = WHOLE.model_copy(update={"columns": ((0, 3), (3, 6))})
     record = SiteRecord(
         name="down",
@@ -79,10 +79,10 @@ def test_terms_for_outputs_that_are_no_part_of_the_layer_are_refused() -> None:
     parts = [
         DirectoryEntry(name="down", in_features=4, out_features=3, gemm="down", part=part) for part in ((0, 3), (3, 6))
     ]
-    assert list(in_parts(record, 1, content, parts)) == ["down[0:3]", "down[3:6]"]
+    assert list(split_outputs(record, 1, content, parts)) == ["down[0:3]", "down[3:6]"]
     with pytest.raises(ScuteError, match="SC402") as refused:
-        in_parts(record, 1, content, [replace(part, part=(0, 2)) for part in parts])
-    assert "outputs 3 to 6" in str(refused.value)
+        split_outputs(record, 1, content, [replace(part, part=(0, 2)) for part in parts])
+    assert "outputs 3 to 6 on rank 1" in str(refused.value)
 
 
 def test_a_layer_with_fewer_outputs_than_ranks_is_refused() -> None:

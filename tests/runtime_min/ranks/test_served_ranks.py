@@ -16,6 +16,7 @@ from scute_compile.runtime_min.model.rank_part import RankPart
 from scute_compile.runtime_min.model.served_model import ServedModel
 from scute_compile.runtime_min.ranks.cut import cut_layers
 from scute_compile.runtime_min.ranks.group import Purpose, RankGroup
+from tests.support.artifact_files import rank_file
 from tests.support.bases import load_base
 from tests.support.commands import compiled
 from tests.support.rank_processes import Answer, on_ranks
@@ -135,7 +136,7 @@ def test_what_one_rank_refuses_no_rank_loads(pair: Pair, tmp_path: Path) -> None
         good, bad = (
             compiled(adapter, where, tmp_path / layout / name, *options_of(2, layout)) for name in ("good", "bad")
         )
-        (bad / "rank-00001-of-00002.safetensors").write_bytes(b"")
+        rank_file(bad, 1).write_bytes(b"")
         stores[layout] = (good, bad)
     ranks = on_ranks(2, half_loaded, where, stores, ids_of(2, 4))
     for layout in LAYOUTS:

@@ -1,4 +1,4 @@
-"""One captured graph serves every mix: what its replays give is what launches give one by one. Needs a GPU."""
+"""One captured graph serves every mix: its replays give the results of single launches. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from scute_compile.runtime_min.step.arguments import Gemm, PoolTensors, fixed_fe
 from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
 from tests.support.drawn_adapters import pair_of, sites_of, tenant
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs"),
+]
 SHAPE = gated_shape("small", layers=1, hidden=512, kv=128, mlp=1024)
 ROWS, DTYPE = 12, torch.bfloat16
 GEMMS = (
@@ -27,35 +30,31 @@ GEMMS = (
 def test_replays_with_other_mixes_give_what_launches_give(methods: tuple[str, ...], gemm: tuple[Gemm, int]) -> None:
     from scute_compile.runtime_min.step import launch
 
-    device, (place, inputs) = torch.device("cuda"), gemm
+    device, (sites_of_gemm, inputs) = torch.device("cuda"), gemm
     sites = sites_of(SHAPE)
     pool = ResidentPool(sites, num_pages=20000, max_adapters=len(methods), dtype=DTYPE, device=device, pairs=1)
     for method in methods:
         pair = pair_of(sites, 64, DTYPE, pin=True) if method == "vera" else None
-        pool.load(method, tenant(method, sites, DTYPE, pair=pair, pin=True))
+        pool.add(method, tenant(method, sites, DTYPE, pair=pair, pin=True))
+    pool.ensure(methods)
     pool.memory.wait()
-    memory = pool.memory
-    tensors = PoolTensors(
-        pages=memory.pages, page_map=memory.page_map, directory=memory.directory, shared=memory.shared
-    )
+    tensors = PoolTensors.of(pool.memory)
     capacity = Capacity(tokens=ROWS, ranks=16 * ROWS, pairs=1, pair_ranks=64, rotated=ROWS)
-    features = fixed_features(
-        capacity, max_adapters=len(methods), prefill=False, whole_granules=True, plain="vera" not in methods
-    )
+    features = fixed_features(capacity, max_adapters=len(methods), whole_granules=True, plain="vera" not in methods)
     buffers, x = StepBuffers(capacity, device), torch.randn(ROWS, inputs, device=device).to(DTYPE)
-    weight = (torch.randn(sum(place.widths), inputs, device=device) * inputs**-0.5).to(DTYPE)
+    weight = (torch.randn(sum(sites_of_gemm.widths), inputs, device=device) * inputs**-0.5).to(DTYPE)
 
     def run() -> torch.Tensor:
-        return launch.adapted_linear(x, weight, None, tensors, buffers, place, features)
+        return launch.adapted_linear(x, weight, None, tensors, buffers, sites_of_gemm, features)
 
     def write(rows: list[int]) -> None:
         buffers.fill(plan_step(rows, pool.facts, pool.pairs, capacity))
 
-    slots = [*pool.resident.values(), -1]
+    adapters = [*pool.resident.values(), -1]
     generator = torch.Generator().manual_seed(7)
 
     def drawn() -> list[int]:
-        return [slots[place] for place in torch.randint(len(slots), (ROWS,), generator=generator).tolist()]
+        return [adapters[index] for index in torch.randint(len(adapters), (ROWS,), generator=generator).tolist()]
 
     write(drawn())
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it unannotated
@@ -73,7 +72,7 @@ def test_replays_with_other_mixes_give_what_launches_give(methods: tuple[str, ..
         graph.replay()
         replayed = y.clone()
         assert torch.equal(replayed, run())
-        write([rows[5]] + [-1] * (ROWS - 1))  # the row alone, in another place
+        write([rows[5]] + [-1] * (ROWS - 1))  # the row alone, at another position
         first = x[0].clone()
         x[0] = x[5]
         graph.replay()

@@ -1,4 +1,4 @@
-"""The custom op: PyTorch's own checks, one compiled graph for every mix of adapters, and the reference's meaning."""
+"""The custom operator: PyTorch's checks, one compiled graph for every mix, and agreement with the oracle."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Step = tuple[Any, ...]
 
 
 def step_of(rows: Sequence[str | None], *, bias: bool, sites: tuple[int, int] = (0, 2), seed: int = 0) -> Step:
-    """The op's arguments for one GEMM of the pool's test sites, one adapter of every method resident."""
+    """The operator's arguments for one GEMM of the pool's test sites, with one resident adapter per method."""
     pool = pool_of(256, 8)
     for method in METHODS:
-        pool.load(method, packed(method, 2))
-    slots = dict(pool.resident)
+        pool.add(method, packed(method, 2))
+    indices = pool.ensure(METHODS)
     capacity = Capacity(tokens=32, ranks=1024, pairs=len(pool.pairs), pair_ranks=32, rotated=32)
-    plan = plan_step([-1 if row is None else slots[row] for row in rows], pool.facts, pool.pairs, capacity)
+    plan = plan_step([-1 if row is None else indices[row] for row in rows], pool.facts, pool.pairs, capacity)
     buffers = StepBuffers(capacity, torch.device("cpu"))
     buffers.fill(plan)
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ ROWS = (None, "lora", "dora", "vera", "ia3", "oft", "lora")
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_pytorch_finds_no_fault_with_the_op(bias: bool) -> None:
+def test_pytorch_accepts_the_operator(bias: bool) -> None:
     torch.library.opcheck(adapted_linear, step_of(ROWS, bias=bias))
     torch.library.opcheck(adapted_linear, step_of((None, None), bias=bias, sites=(2, 3)))
 
@@ -72,7 +72,7 @@ def test_the_weight_may_be_a_transposed_view() -> None:
     assert (adapted_linear(*step) - plain).abs().max() <= plain.abs().max() * 2**-7
 
 
-def test_slices_of_one_gemm_are_what_they_are_apart() -> None:
+def test_slices_of_one_gemm_equal_the_slices_computed_apart() -> None:
     step = step_of(ROWS, bias=True)
     whole = adapted_linear(*step)
     start = 0
@@ -83,7 +83,7 @@ def test_slices_of_one_gemm_are_what_they_are_apart() -> None:
         start += width
 
 
-def test_every_method_moves_its_rows_and_no_other() -> None:
+def test_every_method_changes_its_rows_and_no_other() -> None:
     step = step_of(ROWS, bias=False)
     base = torch.nn.functional.linear(step[0], step[1])
     moved = (adapted_linear(*step) - base).abs().amax(1) > 0.05
@@ -95,8 +95,8 @@ def model(pair: Pair, shared_folder: Path) -> ServedModel:
     """A tiny Llama for steps of one form, with an adapter of every method."""
     made = {name: artifact_of(name, "llama", pair, shared_folder) for name in ("lora", "dora", "vera", "oft", "ia3")}
     model = served("llama", made["lora"].base, fixed=True, max_num_batched_tokens=64, max_num_seqs=8)
-    for name, one in made.items():
-        model.load_adapter(one.artifact, adapter_name=name)
+    for name, files in made.items():
+        model.load_adapter(files.artifact, adapter_name=name)
     return model
 
 
@@ -124,12 +124,12 @@ def test_one_compiled_graph_serves_every_mix(model: ServedModel, backend: str) -
     assert sum("scute" in name for name in names) == len(model.layers)
 
 
-def test_the_metadata_keeps_its_place_from_step_to_step(model: ServedModel) -> None:
-    places = set()
+def test_the_metadata_keeps_its_address_from_step_to_step(model: ServedModel) -> None:
+    addresses = set()
     for mix in MIXES:
         logits_of(model, ids_of(3, 1), mix)
-        places.add(next(iter(model.layers.values())).step.buffer.data_ptr())
-    assert len(places) == 1
+        addresses.add(next(iter(model.layers.values())).step.buffer.data_ptr())
+    assert len(addresses) == 1
 
 
 def test_the_served_model_is_the_adapted_model(pair: Pair, shared_folder: Path) -> None:
@@ -138,11 +138,11 @@ def test_the_served_model_is_the_adapted_model(pair: Pair, shared_folder: Path) 
     base = made["lora"].base
     rows = [*names, None, "lora"]
     ids = ids_of(len(rows), 7)
-    with AdaptedModel(load_base("qwen2", base), {name: one.artifact for name, one in made.items()}) as adapted:
+    with AdaptedModel(load_base("qwen2", base), {name: files.artifact for name, files in made.items()}) as adapted:
         expected = adapted(input_ids=ids, adapter_names=rows).logits.detach()  # type: ignore[attr-defined] # transformers leaves it untyped
     model = served("qwen2", base)
-    for name, one in made.items():
-        model.load_adapter(one.artifact, adapter_name=name)
+    for name, files in made.items():
+        model.load_adapter(files.artifact, adapter_name=name)
     # the same products in another order: two layers of float32 rounding on logits near 10
     assert (logits_of(model, ids, rows) - expected).abs().max() < 1e-4
 
@@ -153,6 +153,6 @@ def test_rows_beyond_a_shorter_step_belong_to_no_adapter() -> None:
     facts = {0: ResidentFacts(rank=4)}
     for rows in ([0] * 100, [0, -1]):
         buffers.fill(plan_step(rows, facts, [], capacity))
-        slots, tiles = buffers.region("row_slot").tolist(), buffers.region("tile").view(-1, 4)
-        assert slots == rows + [-1] * (128 - len(rows))
+        adapters, tiles = buffers.region("row_adapter").tolist(), buffers.region("tile").view(-1, 4)
+        assert adapters == rows + [-1] * (128 - len(rows))
         assert int(tiles[:, 2].sum()) == len(rows)

@@ -1,0 +1,74 @@
+"""Packs planned adapters into a store, reading the base once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from scute_compile import __version__
+from scute_compile.base.structure import ModelStructure
+from scute_compile.diagnostics import Code, ScuteError, fail
+from scute_compile.driver.bases import OpenBase
+from scute_compile.formats.fingerprint import content_hash
+from scute_compile.ir.dtypes import DType
+from scute_compile.ir.target import Target
+from scute_compile.pipeline import Planned
+
+
+def dtypes_to_try(target: Target, structure: ModelStructure) -> tuple[DType, ...]:
+    """Return the target's dtype; without one the base's, and then float32 for values that don't fit it."""
+    if target.dtype is not None:
+        return (target.dtype,)
+    return tuple(dict.fromkeys((structure.dtype, DType.FLOAT32)))
+
+
+def compile_planned(
+    planned: Sequence[Planned], base: OpenBase, store: Path, advance: Callable[[str, int, int], None]
+) -> tuple[Path | ScuteError, ...]:
+    """Pack planned adapters into a store, reading the base once for all of them.
+
+    Args:
+        planned: adapters that were not refused.
+        base: the base that they were planned for.
+        store: the folder that artifacts and shared factors are written to.
+        advance: called with the kind of work (`base` or `adapters`), the amount done, and the total.
+
+    Returns:
+        For each adapter its artifact's folder, or the error that refused it.
+    """
+    try:
+        from scute_compile.pack.pack import Package, pack, read_norms
+    except ModuleNotFoundError as error:
+        fail(
+            Code.SC701,
+            where="compile",
+            found=f"no module named {error.name!r}",
+            expected="torch",
+            next="`pip install 'scute-compile[compile]'`, or compile on another machine",
+        )
+    identity = {"structure": base.structure_hash(), "content": content_hash(base.checkpoint)}
+    packages = []
+    for item in planned:
+        if item.program is None or item.adapter is None or item.scan is None:
+            raise AssertionError(item)
+        packages.append(
+            Package(
+                name=item.name,
+                program=item.program,
+                adapter=item.adapter,
+                base={"model_type": base.structure.model_type, **identity},
+                sources=item.scan.sha256,
+                dtypes=dtypes_to_try(item.program.target, base.structure),
+                tool=f"scute {__version__}",
+            )
+        )
+    norms = read_norms(packages, base.checkpoint, partial(advance, "base"))
+    results: list[Path | ScuteError] = []
+    for package, norms_of_package in zip(packages, norms, strict=True):
+        try:
+            results.append(pack(package, base.checkpoint, norms_of_package, store))
+        except ScuteError as error:
+            results.append(error)
+        advance("adapters", len(results), len(packages))
+    return tuple(results)
