@@ -1,6 +1,6 @@
 """Times a call that all ranks make together, as a replay of a CUDA graph if the call can be captured.
 
-This module has no command; `two_ranks.py` uses it, and `vllm_baseline.py` its capture.
+This module has no command; `two_ranks.py` uses it; `decode_step.py` and `vllm_baseline.py` use its capture.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ replays of CUDA graphs only, which is how vLLM runs decode steps.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 import os
@@ -316,6 +317,8 @@ def check(folder: Path = FOLDER) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="folder with the unpacked kernels")
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-    check(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    check(parser.parse_args().folder)

@@ -42,6 +42,16 @@ def sites_of(shape: ModelShape) -> tuple[DirectoryEntry, ...]:
     )
 
 
+def gemms_of(shape: ModelShape) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+    """Return the name, the inputs and the outputs of the slices of each fused site of a layer.
+
+    >>> gemms_of(LLAMA_8B)[0]
+    ('qkv', 4096, (4096, 1024, 1024))
+    """
+    slices = {gemm: [each for each in shape.projections if each.gemm == gemm] for gemm in shape.gemms}
+    return tuple((gemm, parts[0].inputs, tuple(part.outputs for part in parts)) for gemm, parts in slices.items())
+
+
 def pair_of(
     sites: Sequence[DirectoryEntry], rank: int, dtype: torch.dtype, *, seed: int = 0, pin: bool = False
 ) -> PairWindow:
