@@ -1,12 +1,12 @@
 """Times the compilation of a DoRA adapter for a base of the shape of Llama 3.2 1B, and measures its memory.
 
-    python benchmarks/compile_dora.py --work FOLDER
+    PYTHONPATH=. python benchmarks/compile_dora.py --work FOLDER
 
-The base (2.5 GB, random weights in bfloat16, five files) and the adapter (rank 16, all seven projections) are written
-into FOLDER once. Everything is read from the page cache, in one process, in turn; figures are medians. The yardsticks:
-`cat` of the base's files to /dev/null (all files, thus also the embedding that no norm needs), and PEFT's own column
-norms, whole matrices at a time. PEFT takes B A in two ways, and both are timed: `forward` multiplies an identity matrix
-through A and B, `update_layer` (which runs when an adapter is created or loaded) multiplies B by A.
+The first run writes the base (2.5 GB, random weights in bfloat16, five files) and the adapter (rank 16, all seven
+projections) into FOLDER. All measurements read from the page cache, in one process, in turn; figures are medians. They
+are compared with `cat` of the base's files to /dev/null, which also reads the embedding, and with PEFT's column norms,
+whole matrices at a time. PEFT computes B A in two ways, and both are timed: `forward` multiplies an identity matrix
+by A and B; `update_layer`, which runs when an adapter is created or loaded, multiplies B by A.
 """
 
 from __future__ import annotations
@@ -26,43 +26,28 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-HIDDEN, INNER, LAYERS, VOCABULARY, KEYS = 2048, 8192, 16, 128256, 512
+from scute_compile.base.shapes import SHAPES
+from tests.support.sparse_base import layer_weights, llama_config
+
+MODEL = SHAPES["llama-3.2-1b"]
+HIDDEN, LAYERS, VOCABULARY = MODEL.projection("q_proj").inputs, MODEL.layers, 128256
 RANK, ALPHA = 16, 32
 LAYERS_PER_FILE = 4
-PROJECTIONS = {
-    "mlp.down_proj": (HIDDEN, INNER),
-    "mlp.gate_proj": (INNER, HIDDEN),
-    "mlp.up_proj": (INNER, HIDDEN),
-    "self_attn.k_proj": (KEYS, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.v_proj": (KEYS, HIDDEN),
-}
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "head_dim": 64,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-    "vocab_size": VOCABULARY,
-}
+PROJECTIONS = layer_weights(MODEL)
+CONFIG = llama_config(
+    MODEL, head_dim=64, vocabulary=VOCABULARY, max_position_embeddings=131072, tie_word_embeddings=True
+)
 AIMS = {
     "compile / cat": (4.0, "at most"),
     "PEFT forward / compile": (6.0, "at least"),
     "PEFT update_layer / norms": (6.0, "at least"),
     "peak MB": (1000.0, "at most"),
 }
+"""Bound of a figure, and its direction."""
 
 
 def write_case(work: Path) -> tuple[Path, Path]:
-    """Return the base's and the adapter's folder, written when they aren't there."""
+    """Write the base and the adapter unless they exist, and return their folders."""
     base, adapter = work / "base", work / "adapter"
     if not (adapter / "adapter_config.json").is_file():
         shutil.rmtree(base, ignore_errors=True)
@@ -109,7 +94,7 @@ def _weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def write_adapter(folder: Path, norms: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
-    """Write the adapter as PEFT lays it out, in float32, magnitudes 0.3 around the base's column norms."""
+    """Write a PEFT folder in float32; magnitudes deviate from the base's column norms by 30%."""
     tensors: dict[str, torch.Tensor] = {}
     for name, norm in norms.items():
         outputs, inputs = PROJECTIONS[name.split(".", 3)[3]]
@@ -133,13 +118,13 @@ def write_adapter(folder: Path, norms: Mapping[str, torch.Tensor], generator: to
 
 
 def cat(base: Path) -> None:
-    """Read all of the base's files and throw them away."""
+    """Read all files of the base and discard their content."""
     with Path("/dev/null").open("wb") as sink:
         subprocess.run(["cat", *sorted(map(str, base.glob("*.safetensors")))], stdout=sink, check=True)
 
 
 def compile_once(base: Path, adapter: Path) -> None:
-    """Compile into a fresh store, as `scute compile` does it after its imports."""
+    """Compile into a new store, as `scute compile` does after its imports."""
     from scute_compile.driver.bases import open_model
     from scute_compile.driver.packing import compile_planned
     from scute_compile.ir.target import Target
@@ -154,7 +139,7 @@ def compile_once(base: Path, adapter: Path) -> None:
 
 
 def norms_alone(base: Path, adapter: Path) -> Callable[[], object]:
-    """Return the compiler's streaming of all column norms, the base opened and the adapter planned before."""
+    """Return a call that computes all column norms with the compiler; the base is open and the adapter planned."""
     from scute_compile.driver.bases import open_model
     from scute_compile.ir.dtypes import DType
     from scute_compile.ir.target import Target
@@ -178,7 +163,13 @@ def norms_alone(base: Path, adapter: Path) -> Callable[[], object]:
 
 
 def peft_norms(base: Path, adapter: Path, *, identity: bool) -> None:
-    """Compute all column norms by PEFT's own code, each weight read whole and widened to float32."""
+    """Compute all column norms with PEFT's code; each weight is read whole and converted to float32.
+
+    Args:
+        base: The base's folder.
+        adapter: The adapter's folder.
+        identity: Whether B A is computed as in `forward`, not as in `update_layer`.
+    """
     from peft.tuners.lora.dora import DoraLinearLayer
 
     dora, factors = DoraLinearLayer(fan_in_fan_out=False), load_file(adapter / "adapter_model.safetensors")
@@ -208,7 +199,7 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import compile_dora, scute_compile.pack.pack, scute_compile.pipeline
-def peak():  # of this program alone: ru_maxrss would begin with the parent's
+def peak():  # ru_maxrss would start from the parent's peak
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
 before = peak()
 compile_dora.compile_once(Path(sys.argv[2]), Path(sys.argv[3]))
@@ -217,7 +208,7 @@ print(before, peak())
 
 
 def peak_memory(base: Path, adapter: Path) -> tuple[float, float]:
-    """Return the resident peaks of a compiling process, in MB: after its imports, and at its end."""
+    """Return the peak resident memory of a compiling process in MB: after its imports, and at its end."""
     command = [sys.executable, "-c", PEAK, str(Path(__file__).parent), str(base), str(adapter)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return float(printed[0]), float(printed[1])
@@ -230,7 +221,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def measure(base: Path, adapter: Path, repeats: int) -> dict[str, float]:
-    """Return medians in seconds, their ratios, and peak memory in MB; the measurements take turns."""
+    """Return medians in seconds, their ratios, and peak memory in MB; the measurements alternate."""
     actions: dict[str, Callable[[], object]] = {
         "cat": lambda: cat(base),
         "compile": lambda: compile_once(base, adapter),
@@ -258,18 +249,18 @@ def measure(base: Path, adapter: Path, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Write the case, measure, and print a table and a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--work", type=Path, help="folder for base and adapter; kept (default: a temporary one)")
-    parser.add_argument("--repeats", type=int, default=5)
-    chosen = parser.parse_args()
-    work = chosen.work or Path(tempfile.mkdtemp(prefix="compile-dora-"))
+    """Write base and adapter, measure, and print a table and a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, help="folder for base and adapter, kept (default: a temporary folder)")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each measurement")
+    options = parser.parse_args()
+    work = options.work or Path(tempfile.mkdtemp(prefix="compile-dora-"))
     try:
         base, adapter = write_case(work)
         size = sum(path.stat().st_size for path in base.glob("*.safetensors"))
-        figures = measure(base, adapter, chosen.repeats)
+        figures = measure(base, adapter, options.repeats)
     finally:
-        if chosen.work is None:
+        if options.work is None:
             shutil.rmtree(work, ignore_errors=True)
     print(f"base {size / 1e9:.2f} GB, torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name, value in figures.items():

@@ -1,6 +1,6 @@
 """Times one decode step with many adapters, beside vLLM's kernels and a floor by bytes: one GPU, one call.
 
-    python benchmarks/decode_step.py --json decode_step.json
+    PYTHONPATH=. python benchmarks/decode_step.py --json decode_step.json
 
 Llama-3.1-8B's layer shapes in bf16, all seven projections as four fused GEMMs, four distinct layers in turn for 32, one
 token per tenant, a different adapter per tenant, CUDA graph replays, medians. vLLM's kernels are timed in the same run
@@ -17,27 +17,25 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from step_timing import capture, warm_up
 from time_model import ReadTimes, modelled_ms, moved, read_times
 
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Gemm, PoolTensors, features_of
 from scute_compile.runtime_min.step.launch import adapted_linear
 from scute_compile.runtime_min.step.plan import Capacity, StepBuffers, plan_step
-from tests.support.drawn_adapters import LLAMA_8B, pair_of, sites_of, tenant
+from tests.support.drawn_adapters import LLAMA_8B, gemms_of, pair_of, sites_of, tenant
 
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
-DISTINCT_LAYERS, LAYERS = 4, 32
-GEMMS = (
-    ("qkv", 4096, (4096, 1024, 1024)),
-    ("o", 4096, (4096,)),
-    ("gate_up", 4096, (14336, 14336)),
-    ("down", 14336, (4096,)),
-)
-SITES, FIRSTS = 7, (0, 3, 4, 6)
-"""Sites of a layer, and the first site of each of its GEMMs."""
+DISTINCT_LAYERS, LAYERS = 4, LLAMA_8B.layers
+GEMMS = gemms_of(LLAMA_8B)
+FIRSTS = (0, *accumulate(len(widths) for _, _, widths in GEMMS[:-1]))
+"""The first site of each GEMM of a layer."""
+SITES = len(LLAMA_8B.projections)
 PAIR_RANK, BLOCK = 256, 32
 LAUNCHES = {"lora": 2, "dora": 2, "ia3": 1, "vera": 2, "oft": 2}
 Call = Callable[[], object]
@@ -52,15 +50,8 @@ def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 def median_ms(call: Call, repeats: int = 20) -> float:
     """Return the median time of a CUDA graph's replay in milliseconds."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    warm_up(call)
+    graph = capture(call)
     times = []
     for _ in range(repeats + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

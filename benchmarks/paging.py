@@ -1,6 +1,6 @@
 """Times reads through the page map, beside reads of as many contiguous bytes: one GPU, one call.
 
-    python benchmarks/paging.py --tenants 20
+    PYTHONPATH=. python benchmarks/paging.py --tenants 20
 
 Each program adds up 4096 values, by `load_row` in pages in random order, or by the kernel of `time_model.py`.
 """

@@ -1,9 +1,11 @@
-"""Measures swap-in of adapters from host memory, and the number of resident adapters, on one GPU.
+"""Times the swap-in of adapters from host memory to a GPU, and counts how many adapters are resident at once.
 
-    python benchmarks/pool_swap.py --json pool_swap.json
+    PYTHONPATH=. python benchmarks/pool_swap.py --json pool_swap.json
+    PYTHONPATH=. python benchmarks/pool_swap.py --device cpu --layers 2 --tenants 16 --repeats 2  # tests the script
 
-Swap-in is timed from the call to the end of the device's work, and compared with a pinned copy of as many bytes in the
-same run. Shapes are those of all layers of Llama-3.1-8B, in bfloat16.
+The shape is Llama-3.1-8B's with all layers, in bf16. A swap-in is timed from the call until the device has finished,
+beside a copy of as many bytes from pinned memory in the same run. More measurements: 64 small adapters in one call, a
+prefetch during matrix products, and the memory of 1024 resident adapters of IA3 and 1024 of VeRA.
 """
 
 from __future__ import annotations
@@ -26,27 +28,28 @@ from tests.support.drawn_adapters import LLAMA_8B, DirectoryEntry, pair_of, site
 DTYPE = torch.bfloat16
 PAIR_RANK = 256
 DISTINCT = 8
-"""Packed adapters per method; tenants share them in host memory, but each has its own pages on the device."""
+"""Packed adapters that the tenants of a method share in host memory; on the device each tenant has its pages."""
 SWAPS: tuple[tuple[str, str, int], ...] = (
     ("IA3", "ia3", 0),
-    ("VeRA, without pair", "vera", 0),
+    ("VeRA without pair", "vera", 0),
     ("LoRA rank 8", "lora", 8),
     ("LoRA rank 16", "lora", 16),
     ("DoRA rank 16", "dora", 16),
     ("OFT block 32", "oft", 0),
     ("LoRA rank 64", "lora", 64),
 )
+"""Label, method and rank."""
 Row = Mapping[str, object]
 
 
 def main() -> None:
-    """Measure, print the tables, and write the JSON."""
+    """Run all measurements, print the tables, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--tenants", type=int, default=1024, help="resident adapters of IA3, and as many of VeRA")
-    parser.add_argument("--layers", type=int, default=LLAMA_8B.layers, help="number of layers; fewer for a trial")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--device", default="cuda", help="`cpu` runs the script without a GPU")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--tenants", type=int, default=1024, help="number of resident tenants of IA3, and of VeRA")
+    parser.add_argument("--layers", type=int, default=LLAMA_8B.layers, help="fewer layers than the model has")
+    parser.add_argument("--repeats", type=int, default=20, help="repetitions of each measurement")
+    parser.add_argument("--device", default="cuda", help="`cpu` tests the script without a GPU")
     options = parser.parse_args()
     device = torch.device(options.device)
     sites = sites_of(replace(LLAMA_8B, layers=options.layers))
@@ -64,25 +67,25 @@ def main() -> None:
 
 
 def timed(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median seconds of a call and of the device's work for it, after two warm-up calls."""
+    """Return the median time in seconds of a call and the device's work for it, after two calls as a warm-up."""
     times = []
     for _ in range(repeats + 2):
-        settle(device)
+        synchronize(device)
         start = time.perf_counter()
         call()
-        settle(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
 
 
-def settle(device: torch.device) -> None:
-    """Wait for the device."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def copy_seconds(size: int, device: torch.device, repeats: int) -> float:
-    """Return the seconds of one copy of `size` bytes from pinned memory."""
+    """Return the time in seconds of a copy of `size` bytes from pinned memory."""
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty_like(host, device=device)
     return timed(lambda: target.copy_(host, non_blocking=True), device, repeats)
@@ -91,31 +94,55 @@ def copy_seconds(size: int, device: torch.device, repeats: int) -> float:
 def packed_adapters(
     method: str, sites: Sequence[DirectoryEntry], device: torch.device, *, rank: int, count: int
 ) -> list[PackedAdapter]:
-    """Return `count` adapters of one method; those of VeRA share one pair."""
+    """Return adapters of a method; those of VeRA share one pair."""
     pin = device.type == "cuda"
     pair = pair_of(sites, PAIR_RANK, DTYPE, pin=pin) if method == "vera" else None
     return [tenant(method, sites, DTYPE, rank=rank, pair=pair, seed=seed, pin=pin) for seed in range(count)]
 
 
 def swap(case: tuple[str, str, int], sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
-    """Swap three adapters through a pool of two, so that each call swaps one in."""
+    """Swap three adapters in by turns, in a pool with room for two, and return the time of a swap-in."""
     label, method, rank = case
-    made = packed_adapters(method, sites, device, rank=rank, count=3)
-    pool = ResidentPool(sites, num_pages=2 * made[0].pages, max_adapters=2, dtype=DTYPE, device=device)
-    for packed in made:
+    adapters = packed_adapters(method, sites, device, rank=rank, count=3)
+    pool = ResidentPool(sites, num_pages=2 * adapters[0].pages, max_adapters=2, dtype=DTYPE, device=device)
+    for packed in adapters:
         pool.add(packed.name, packed)
     turn = 0
 
     def swap_in_next() -> None:
         nonlocal turn
-        turn = (turn + 1) % len(made)
-        pool.ensure([made[turn].name])
+        turn = (turn + 1) % len(adapters)
+        pool.ensure([adapters[turn].name])
         pool.memory.wait()
 
     swap_in_next()
-    size = len(made[0].buffer)
-    seconds, copy = timed(swap_in_next, device, repeats), copy_seconds(size, device, repeats)
-    check(pool, made[turn])
+    size = len(adapters[0].buffer)
+    seconds = timed(swap_in_next, device, repeats)
+    check(pool, adapters[turn])
+    return _swap_row(label, size, seconds, copy_seconds(size, device, repeats))
+
+
+def batch(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
+    """Swap 64 IA3 adapters in by one call; the time of small adapters is that of the host."""
+    first, count = packed_adapters("ia3", sites, device, rank=0, count=1)[0], 64
+    pool = ResidentPool(sites, num_pages=count * first.pages, max_adapters=count, dtype=DTYPE, device=device)
+    for number in range(2 * count):
+        pool.add(f"t{number}", first)
+    names = [f"t{number}" for number in range(2 * count)]
+    turn = 0
+
+    def swap_in_batch() -> None:
+        nonlocal turn
+        turn = 1 - turn
+        pool.ensure(names[turn * count : (turn + 1) * count])
+        pool.memory.wait()
+
+    size = count * len(first.buffer)
+    seconds = timed(swap_in_batch, device, repeats)
+    return _swap_row(f"{count} IA3 in one call", size, seconds, copy_seconds(size, device, repeats))
+
+
+def _swap_row(label: str, size: int, seconds: float, copy: float) -> Row:
     return {
         "what": label,
         "bytes": size,
@@ -126,67 +153,40 @@ def swap(case: tuple[str, str, int], sites: Sequence[DirectoryEntry], device: to
     }
 
 
-def batch(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
-    """Swap in 64 IA3 adapters by one call; for small adapters most of the time is the host's."""
-    first, count = packed_adapters("ia3", sites, device, rank=0, count=1)[0], 64
-    pool = ResidentPool(sites, num_pages=count * first.pages, max_adapters=count, dtype=DTYPE, device=device)
-    for number in range(2 * count):
-        pool.add(f"t{number}", first)
-    names = [f"t{number}" for number in range(2 * count)]
-    turn = 0
-
-    def next_batch() -> None:
-        nonlocal turn
-        turn = 1 - turn
-        pool.ensure(names[turn * count : (turn + 1) * count])
-        pool.memory.wait()
-
-    size = count * len(first.buffer)
-    seconds, copy = timed(next_batch, device, repeats), copy_seconds(size, device, repeats)
-    return {
-        "what": f"{count} IA3 in one call",
-        "bytes": size,
-        "swap_seconds": seconds,
-        "copy_seconds": copy,
-        "copy_bandwidth": size / copy,
-        "share_of_copy": copy / seconds,
-    }
-
-
 def overlap(sites: Sequence[DirectoryEntry], device: torch.device, repeats: int) -> Row:
-    """Prefetch a LoRA of rank 16 during matrix products, and compare with the products alone."""
-    made = packed_adapters("lora", sites, device, rank=16, count=3)
-    pool = ResidentPool(sites, num_pages=2 * made[0].pages, max_adapters=2, dtype=DTYPE, device=device)
-    for packed in made:
+    """Return the time of matrix products alone, with a prefetch of a LoRA of rank 16, and that of the write alone."""
+    adapters = packed_adapters("lora", sites, device, rank=16, count=3)
+    pool = ResidentPool(sites, num_pages=2 * adapters[0].pages, max_adapters=2, dtype=DTYPE, device=device)
+    for packed in adapters:
         pool.add(packed.name, packed)
     x = torch.randn(4096, 4096, dtype=DTYPE, device=device)
     turn = 0
 
     def step(*, prefetch: bool) -> None:
         nonlocal turn
-        lease = pool.acquire([made[turn].name])
+        lease = pool.acquire([adapters[turn].name])
         for _ in range(20):
             torch.mm(x, x)
         if prefetch:
-            turn = (turn + 1) % len(made)
-            pool.prefetch([made[turn].name])
+            turn = (turn + 1) % len(adapters)
+            pool.prefetch([adapters[turn].name])
         pool.release(lease)
 
     alone = timed(lambda: step(prefetch=False), device, repeats)
     together = timed(lambda: step(prefetch=True), device, repeats)
-    copied = timed(
-        lambda: pool.memory.write_adapter(made[0].buffer, torch.arange(made[0].pages, dtype=torch.int32), 0),
+    written = timed(
+        lambda: pool.memory.write_adapter(adapters[0].buffer, torch.arange(adapters[0].pages, dtype=torch.int32), 0),
         device,
         repeats,
     )
-    return {"step_seconds": alone, "with_prefetch_seconds": together, "write_seconds": copied}
+    return {"step_seconds": alone, "with_prefetch_seconds": together, "write_seconds": written}
 
 
 def tenants(sites: Sequence[DirectoryEntry], device: torch.device, count: int) -> Row:
-    """Make `count` IA3 and `count` VeRA adapters resident, and measure their memory and the time of loading."""
-    made = {method: packed_adapters(method, sites, device, rank=0, count=DISTINCT) for method in ("ia3", "vera")}
-    factors = sum(factor.pages for factor in made["vera"][0].factors)
-    pages = sum(count * adapters[0].pages for adapters in made.values())
+    """Make `count` tenants of IA3 and of VeRA resident, and return their memory and the time to load them."""
+    by_method = {method: packed_adapters(method, sites, device, rank=0, count=DISTINCT) for method in ("ia3", "vera")}
+    factors = sum(factor.pages for factor in by_method["vera"][0].factors)
+    pages = sum(count * of[0].pages for of in by_method.values())
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     pool = ResidentPool(
         sites,
@@ -198,17 +198,13 @@ def tenants(sites: Sequence[DirectoryEntry], device: torch.device, count: int) -
         shared_pages=factors,
     )
     allocated = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
-    names = {
-        f"{method}-{number}": adapters[number % DISTINCT]
-        for method, adapters in made.items()
-        for number in range(count)
-    }
+    names = {f"{method}-{number}": of[number % DISTINCT] for method, of in by_method.items() for number in range(count)}
     for name, packed in names.items():
         pool.add(name, packed)
-    settle(device)
+    synchronize(device)
     start = time.perf_counter()
     indices = pool.ensure(names)
-    settle(device)
+    synchronize(device)
     seconds = time.perf_counter() - start
     for name in list(names)[:: max(1, count // 16)]:
         check(pool, names[name], indices[name])
@@ -216,7 +212,7 @@ def tenants(sites: Sequence[DirectoryEntry], device: torch.device, count: int) -
     print(stats)
     return {
         "adapters": len(names),
-        "bytes_each": {method: adapters[0].pages * PAGE_BYTES for method, adapters in made.items()},
+        "bytes_each": {method: of[0].pages * PAGE_BYTES for method, of in by_method.items()},
         "shared_bytes": factors * PAGE_BYTES,
         "allocated_bytes": allocated,
         "load_seconds": seconds,
@@ -226,14 +222,14 @@ def tenants(sites: Sequence[DirectoryEntry], device: torch.device, count: int) -
 
 
 def check(pool: ResidentPool, packed: PackedAdapter, index: int | None = None) -> None:
-    """Exit unless the adapter's pages on the device equal its packed bytes."""
+    """Compare the pages of an adapter on the device with the packed adapter, bit for bit."""
     index = pool.resident[packed.name] if index is None else index
     pool.memory.wait()
     start = int(pool.memory.directory[index, :, Field.OWN_PAGES].max())
     physical = pool.memory.page_map[start : start + packed.pages].long()
-    found = pool.memory.pages[physical].cpu().view(torch.uint8).flatten()
-    if not torch.equal(found, packed.buffer):
-        raise SystemExit(f"{packed.name} at index {index} differs from its packed bytes")
+    pages = pool.memory.pages[physical].cpu().view(torch.uint8).flatten()
+    if not torch.equal(pages, packed.buffer):
+        raise SystemExit(f"{packed.name} at adapter index {index} differs from the packed adapter")
 
 
 def report(result: Mapping[str, object]) -> None:

@@ -1,6 +1,6 @@
 """Times the prefill kernels over several adapters, beside vLLM's kernels and copy bandwidth: one GPU, one call.
 
-    python benchmarks/prefill.py --json prefill.json
+    PYTHONPATH=. python benchmarks/prefill.py --json prefill.json
 
 Llama-3.1-8B's four fused GEMMs in bf16, one layer's worth, four distinct layers in turn, 4096 tokens over 8 adapters,
 CUDA graph replays, medians. vLLM's kernels are timed in the same run if `.vllm_ops` exists. Beside whole steps: the

@@ -1,7 +1,8 @@
-"""Writes PEFT folders and artifacts of a real model's shapes without its weights, for benchmarks of a whole engine.
+"""PEFT folders and artifacts for a model's shape, without the model's weights: input of `vllm_steps.py`.
 
-LoRA, IA3, VeRA and OFT are compiled from folders with the base's configuration alone. DoRA's norms need weights, so its
-artifact is LoRA's with a random `ds` at every site: the sizes are DoRA's, and times don't depend on the values.
+LoRA, IA3, VeRA and OFT are compiled from PEFT folders against a configuration alone. DoRA's norms need weights, so its
+artifact is that of LoRA with a random `ds` at every site: as many bytes as a real one, and equal work for the kernels.
+This module has no command.
 """
 
 from __future__ import annotations
@@ -25,44 +26,35 @@ from scute_compile.formats.manifest import manifest_digest, rank_file_name
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from tests.support.drawn_adapters import sites_of
+from tests.support.sparse_base import llama_config
 
 SHARED_RANK, BLOCK = 256, 32
 PREFIX = "base_model.model."
 NOISE, STRIDE = 1 << 22, 1_000_003
-"""The number of random values, at least that of the largest tensor; the offset between two tensors' values."""
+"""Number of random values, at least as many as the largest tensor has; offset between the windows of two tensors."""
 _windows = count_up()
 
 
 def write_config(folder: Path, shape: ModelShape, *, heads: int, vocabulary: int = 32000) -> Path:
-    """Write a Llama configuration with no weights."""
+    """Write a Llama configuration without weights, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    hidden, kv = shape.projection("q_proj").inputs, shape.projection("k_proj").outputs
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": shape.projection("up_proj").outputs,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": heads,
-        "head_dim": hidden // heads,
-        "num_key_value_heads": kv * heads // hidden,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-        "rope_theta": 10000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    config = llama_config(
+        shape,
+        head_dim=shape.projection("q_proj").inputs // heads,
+        vocabulary=vocabulary,
+        max_position_embeddings=4096,
+        hidden_act="silu",
+        torch_dtype="bfloat16",
+        rope_theta=10000.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def write_adapters(folder: Path, shape: ModelShape) -> Mapping[str, Path]:
-    """Write one PEFT folder per method, and a LoRA of rank 64."""
+    """Write a PEFT folder per method and one of LoRA of rank 64; return the folders by name."""
     made = {
         "lora": _lora(shape, 16),
         "lora-64": _lora(shape, 64),
@@ -79,7 +71,7 @@ def write_adapters(folder: Path, shape: ModelShape) -> Mapping[str, Path]:
 
 
 def compile_all(adapters: Mapping[str, Path], base: Path, store: Path, *, tp: int = 1) -> Mapping[str, Path]:
-    """Compile the folders in bf16, and derive DoRA's artifact. Returns artifacts by name."""
+    """Compile the folders in bf16, derive DoRA's artifact from LoRA's, and return the artifacts by name."""
     target = Target(tp=tp, dtype=DType.BFLOAT16)
     outcomes = scute.compile(adapters.values(), base=base, target=target, store=store).adapters
     artifacts = {}
@@ -91,7 +83,7 @@ def compile_all(adapters: Mapping[str, Path], base: Path, store: Path, *, tp: in
 
 
 def with_scale(artifact: Path, name: str) -> Path:
-    """Copy an artifact in its store, with a random `ds` at every site."""
+    """Copy an artifact within its store as DoRA's, with a random `ds` at every site."""
     copy = artifact.with_name(name)
     if copy.exists():
         shutil.rmtree(copy)
@@ -134,7 +126,7 @@ def _targets(shape: ModelShape) -> list[str]:
 
 @cache
 def _noise() -> torch.Tensor:
-    """Return `NOISE` random values twice; each tensor is a window of them, since drawing new values is slow."""
+    """Return `NOISE` random values, twice; each tensor is a window of them, since drawing every tensor is slow."""
     return torch.randn(NOISE).to(torch.bfloat16).repeat(2)
 
 

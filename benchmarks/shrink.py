@@ -1,6 +1,6 @@
 """Times the decode shrink alone, beside the bytes that it reads: one GPU, one call.
 
-    python benchmarks/shrink.py --tenants 20
+    PYTHONPATH=. python benchmarks/shrink.py --tenants 20
 
 Shapes, adapters and timing are those of `decode_step.py`; milliseconds are of a step of 32 layers.
 """

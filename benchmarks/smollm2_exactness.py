@@ -1,32 +1,31 @@
-"""Compiles adapters of every method for a real base, and compares the artifacts with PEFT.
+"""Measures the error of artifacts of every method for SmolLM2-135M, against PEFT.
 
-    python benchmarks/smollm2_exactness.py --base SMOLLM2 [--methods dora,oft] [--tokens 32]
+    PYTHONPATH=. python benchmarks/smollm2_exactness.py --base SMOLLM2_FOLDER [--methods dora,oft] [--tokens 32]
 
-PEFT makes the adapters; what they learn is drawn away from the identity. Errors are relative: the mean absolute error
-of the log-probabilities over the mean absolute effect of the adapter, in float32 arithmetic.
+The script creates the adapters with PEFT and draws their learned values away from the identity. Errors are relative:
+the mean absolute error of the log-probabilities over the adapter's mean absolute effect, in float32 arithmetic.
 
-The yardstick for bfloat16 artifacts is PEFT with its folded factors rounded: from PEFT's own layers this script
-computes what an artifact holds (A; s c B, with s in float64; s - 1; R - I; VeRA's d, e, A and B; AdaLoRA's E in A),
-rounds it to bfloat16, and puts a plain module for the formula in the place of every adapted layer. None of it is the
-compiler's code. The same modules show what costs how much in a lightly trained DoRA: the factors, or `s`.
+The reference for bfloat16 artifacts is PEFT with its folded factors rounded to bfloat16. From PEFT's layers the script
+computes what an artifact stores (A; s c B, with s in float64; s - 1; R - I; VeRA's d, e, A and B; AdaLoRA's E in A),
+rounds it, and replaces every adapted layer by a plain module for the formula. This code is independent of the compiler.
+The same modules measure what each rounding costs in a lightly trained DoRA: that of the factors, and that of s.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from peft import AdaLoraConfig, IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
+from peft import PeftModel, get_peft_model
 
 from scute_compile.diagnostics import ScuteError
 from scute_compile.driver.bases import open_model
@@ -35,71 +34,49 @@ from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from scute_compile.pipeline import plan
 from scute_compile.runtime_min.oracle.verification import verify
+from tests.support.adapters import RECIPES, SMALL_DRAWS, Config, adalora, draw, lora, oft, vera
+from tests.support.bases import Sites
 
-EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 AIMS = {"float32": 5e-5, "bfloat16": 2.5e-2, "ratio": 1.2, "light": 1e-3}
+"""Largest errors: of artifacts by dtype, of bfloat16 artifacts over rounded PEFT, and of the lightly trained DoRA."""
 TEXTS = (
     "A compiler rewrites a program until a machine can run it.",
     "The river was low that summer, and the old bridge stood dry.",
     "To make bread you need flour, water, salt and time.",
     "Many adapters share one base model and are served in one batch.",
 )
-Config = Any  # PEFT's configurations are not annotated
 
-METHODS: dict[str, Callable[[], Config]] = {
-    "lora": lambda: LoraConfig(r=8, lora_alpha=12, target_modules=EVERY, task_type="CAUSAL_LM"),
-    "rslora": lambda: LoraConfig(r=9, lora_alpha=4, use_rslora=True, target_modules=EVERY, task_type="CAUSAL_LM"),
-    "dora": lambda: LoraConfig(r=8, lora_alpha=12, use_dora=True, target_modules=EVERY, task_type="CAUSAL_LM"),
-    "ia3": lambda: IA3Config(
-        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
-    ),
-    "vera": lambda: VeraConfig(r=64, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM"),
-    "oft": lambda: OFTConfig(oft_block_size=32, target_modules=EVERY, task_type="CAUSAL_LM"),
-    "adalora": lambda: AdaLoraConfig(
-        init_r=8, target_r=4, lora_alpha=24, total_step=10, target_modules=EVERY, task_type="CAUSAL_LM"
-    ),
+METHODS: Mapping[str, Config] = {
+    "lora": lora(r=8, lora_alpha=12),
+    "rslora": lora(r=9, lora_alpha=4, use_rslora=True),
+    "dora": lora(r=8, lora_alpha=12, use_dora=True),
+    "ia3": RECIPES["ia3"].config,
+    "vera": vera(r=64, target_modules=["v_proj", "down_proj"]).config,
+    "oft": oft(oft_block_size=32).config,
+    "adalora": adalora(init_r=8, target_r=4, lora_alpha=24),
 }
 
 
 def load(base: Path) -> torch.nn.Module:
-    """Load the base in float32, with plain attention."""
+    """Load the base in float32, with eager attention."""
     kind: Any = transformers.AutoModelForCausalLM
     model: torch.nn.Module = kind.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
     return model
 
 
-def draw(name: str, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return learned values away from the identity, of a size that leaves the model a model."""
-    noise = torch.randn(values.shape, generator=generator)
-    if "magnitude" in name:
-        return values * (1 + 0.1 * noise)
-    if "ia3_l" in name:
-        return 1 + 0.2 * noise
-    if "vera_lambda" in name:
-        return 0.3 * noise
-    if "lora_E" in name:
-        return 1 + 0.3 * noise
-    if "lora_A" in name:
-        return noise / math.sqrt(values.shape[1])
-    return (0.02 if "oft_R" in name else 0.05) * noise
-
-
-def make_adapter(method: str, base: Path, folder: Path) -> Path:
-    """Save an adapter as PEFT saves it."""
-    generator = torch.Generator().manual_seed(7)
-    model = get_peft_model(load(base), METHODS[method]())
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.data = draw(name, parameter.data, generator)
+def write_adapter(method: str, base: Path, folder: Path) -> Path:
+    """Write an adapter as PEFT saves it."""
+    model = get_peft_model(load(base), METHODS[method](Sites()))
+    draw(model, 7, SMALL_DRAWS)
     model.save_pretrained(folder)
     return folder
 
 
 def train_adapter(base: Path, folder: Path, *, steps: int, rate: float) -> Path:
-    """Train a DoRA adapter for a few steps, and save it."""
+    """Train a DoRA adapter on `TEXTS` for some steps of AdamW, and save it."""
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    model = get_peft_model(load(base), METHODS["dora"]()).train()
+    model = get_peft_model(load(base), METHODS["dora"](Sites())).train()
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=rate)
     for step in range(steps):
@@ -114,9 +91,9 @@ def train_adapter(base: Path, folder: Path, *, steps: int, rate: float) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """What an artifact holds of one layer, unrounded; A is `(rank, in)` and B `(rank, out)`."""
+    """The values that an artifact stores for a layer, unrounded; A is `(rank, in)` and B `(rank, out)`."""
 
-    turn: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
     """R - I, `(in, in)` or a diagonal `(in,)`."""
     ds: torch.Tensor | None = None
     a: torch.Tensor | None = None
@@ -125,19 +102,19 @@ class Folded:
     e: torch.Tensor | None = None
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> Folded:
-        """Return a copy with `change` applied to the slots named, all by default."""
+        """Return a copy with `change` applied to the slots in `names`; to all slots if there are no names."""
         slots = {name: getattr(self, name) for name in names or self.__slots__}
         return replace(self, **{name: change(value) for name, value in slots.items() if value is not None})
 
 
-def folded(layer: Any) -> Folded:  # noqa: ANN401 - PEFT's layers are not annotated
+def folded(layer: Any) -> Folded:  # noqa: ANN401 - PEFT does not annotate its layers
     """Fold one PEFT layer, in float64."""
     if hasattr(layer, "oft_R"):
         eye = torch.eye(layer.in_features)
-        return Folded(turn=layer.oft_R["default"](eye).double() - eye)
+        return Folded(delta=layer.oft_R["default"](eye).double() - eye)
     if hasattr(layer, "ia3_l"):
         difference = layer.ia3_l["default"].double().flatten() - 1
-        return Folded(turn=difference) if layer.is_feedforward else Folded(ds=difference)
+        return Folded(delta=difference) if layer.is_feedforward else Folded(ds=difference)
     if hasattr(layer, "vera_lambda_d"):
         a, b = layer.vera_A["default"][:, : layer.in_features], layer.vera_B["default"][: layer.out_features].T
         d, e = layer.vera_lambda_d["default"], layer.vera_lambda_b["default"]
@@ -155,7 +132,7 @@ def folded(layer: Any) -> Folded:  # noqa: ANN401 - PEFT's layers are not annota
 
 
 class Formula(torch.nn.Module):
-    """One layer by the formula, in float32: `y + y ds + (((x A) d) B) e`, `y` from `x + x (R - I)`."""
+    """A layer computed by the formula in float32: `y + y ds + (((x A) d) B) e`, with `y` from `x + x (R - I)`."""
 
     def __init__(self, layer: torch.nn.Linear, slots: Folded) -> None:
         super().__init__()
@@ -164,10 +141,10 @@ class Formula(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `(..., out)` for `x` of `(..., in)`."""
         slots = self.slots
-        turned = x
-        if slots.turn is not None:
-            turned = x + (x * slots.turn if slots.turn.ndim == 1 else x @ slots.turn)
-        y: torch.Tensor = self.layer(turned)
+        rotated = x
+        if slots.delta is not None:
+            rotated = x + (x * slots.delta if slots.delta.ndim == 1 else x @ slots.delta)
+        y: torch.Tensor = self.layer(rotated)
         if slots.ds is not None:
             y = y + y * slots.ds
         if slots.a is not None and slots.b is not None:
@@ -182,7 +159,7 @@ def bf16(values: torch.Tensor) -> torch.Tensor:
 
 
 class Oracle:
-    """PEFT's answers for one adapter, and those of the formula with whatever is done to its slots."""
+    """PEFT's log-probabilities for an adapter, and the errors of the formula with changed slots."""
 
     def __init__(self, base: Path, adapter: Path, tokens: int) -> None:
         self.base = base
@@ -190,10 +167,10 @@ class Oracle:
         model = load(base)
         config: Any = model.config
         self.ids = torch.randint(0, config.vocab_size, (4, max(2, -(-tokens // 4))), generator=generator)
-        self.plain = self.run(model)
+        base_logprobs = self.run(model)
         wrapped = PeftModel.from_pretrained(model, adapter).eval()
-        self.theirs = self.run(wrapped)
-        self.effect = (self.theirs - self.plain).abs().mean().item()
+        self.expected = self.run(wrapped)
+        self.effect = (self.expected - base_logprobs).abs().mean().item()
         with torch.no_grad():
             self.slots = dict(_adapted(wrapped))
 
@@ -203,7 +180,7 @@ class Oracle:
             return torch.log_softmax(model(input_ids=self.ids).logits, -1)
 
     def error(self, change: Callable[[Folded], Folded]) -> float:
-        """Return the relative error of the formula with changed slots."""
+        """Return the relative error of the formula with `change` applied to the slots of every layer."""
         model = load(self.base)
         for name, slots in self.slots.items():
             parent, _, last = name.rpartition(".")
@@ -211,7 +188,7 @@ class Oracle:
             if not isinstance(layer, torch.nn.Linear):
                 raise TypeError(name)
             setattr(model.get_submodule(parent), last, Formula(layer, change(slots)))
-        return (self.run(model) - self.theirs).abs().mean().item() / self.effect
+        return (self.run(model) - self.expected).abs().mean().item() / self.effect
 
 
 def _adapted(wrapped: torch.nn.Module) -> Iterator[tuple[str, Folded]]:
@@ -221,10 +198,10 @@ def _adapted(wrapped: torch.nn.Module) -> Iterator[tuple[str, Folded]]:
 
 
 def compile_as(adapter: Path, base: Path, store: Path, tp: int, dtype: str) -> Path:
-    """Compile one adapter.
+    """Compile an adapter and return the artifact's folder.
 
     Raises:
-        ScuteError: when it is refused.
+        ScuteError: The adapter is refused.
     """
     opened = open_model(str(base), weights=True)
     planned = plan(str(adapter), opened, Target(tp=tp, dtype=DType(dtype)), name=f"{adapter.name}-tp{tp}-{dtype}")
@@ -245,8 +222,8 @@ def verified(artifact: Path, adapter: Path, base: Path, tokens: int) -> float:
 
 
 def measure(method: str, base: Path, work: Path, tokens: int) -> dict[str, object]:
-    """Compare one method's artifacts with PEFT."""
-    adapter = make_adapter(method, base, work / method)
+    """Return the relative errors of a method's artifacts, by dtype and number of ranks."""
+    adapter = write_adapter(method, base, work / method)
     oracle = Oracle(base, adapter, tokens)
     row: dict[str, object] = {"method": method, "effect": oracle.effect}
     row["PEFT rounded"] = rounded = oracle.error(lambda slots: slots.each(bf16))
@@ -260,7 +237,7 @@ def measure(method: str, base: Path, work: Path, tokens: int) -> dict[str, objec
 
 
 def measure_light(base: Path, work: Path, tokens: int, steps: int, rate: float) -> dict[str, object]:
-    """Compare a lightly trained DoRA, and what each rounding alone would cost."""
+    """Return the relative errors of a lightly trained DoRA: of its artifacts, and of each rounding alone."""
     adapter = train_adapter(base, work / "light", steps=steps, rate=rate)
     oracle = Oracle(base, adapter, tokens)
     spread = torch.cat([slots.ds for slots in oracle.slots.values() if slots.ds is not None])
@@ -287,7 +264,7 @@ def measure_light(base: Path, work: Path, tokens: int, steps: int, rate: float) 
 
 
 def refusal(method: str, base: Path, work: Path) -> dict[str, str]:
-    """Return what says that two ranks can't hold this base: 9 heads and 3 key and value heads."""
+    """Return the diagnostic that refuses two ranks: they do not divide the 9 heads and 3 key and value heads."""
     try:
         compile_as(work / method, base, work / "store", 2, "float32")
     except ScuteError as error:
@@ -296,27 +273,29 @@ def refusal(method: str, base: Path, work: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure, and print every row as a line of JSON."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--base", type=Path, required=True, help="folder of SmolLM2-135M")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rates", default="1e-4,3e-4", help="learning rates of the lightly trained DoRA")
-    parser.add_argument("--steps", type=int, default=25)
-    chosen = parser.parse_args()
+    """Measure, and print each row as a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True, help="the folder of SmolLM2-135M")
+    parser.add_argument("--methods", default=",".join(METHODS), help="methods to measure, separated by commas")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of all four rows together")
+    parser.add_argument(
+        "--rates", default="1e-4,3e-4", help="learning rates of the lightly trained DoRA, separated by commas"
+    )
+    parser.add_argument("--steps", type=int, default=25, help="its training steps")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     work = Path(tempfile.mkdtemp(prefix="smollm2-exactness-"))
     try:
         print(json.dumps({"aims": AIMS}))
-        methods = [method for method in chosen.methods.split(",") if method]
+        methods = [method for method in options.methods.split(",") if method]
         for method in methods:
-            print(json.dumps(measure(method, chosen.base, work, chosen.tokens)), flush=True)
+            print(json.dumps(measure(method, options.base, work, options.tokens)), flush=True)
         if methods:
-            print(json.dumps(refusal(methods[0], chosen.base, work)), flush=True)
-        for rate in filter(None, chosen.rates.split(",")):
-            print(json.dumps(measure_light(chosen.base, work, chosen.tokens, chosen.steps, float(rate))), flush=True)
+            print(json.dumps(refusal(methods[0], options.base, work)), flush=True)
+        for rate in filter(None, options.rates.split(",")):
+            print(json.dumps(measure_light(options.base, work, options.tokens, options.steps, float(rate))), flush=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -1,4 +1,7 @@
-"""Time of a call that all ranks make together: of a CUDA graph's replay where the call lets itself be captured."""
+"""Times a call that all ranks make together, as a replay of a CUDA graph if the call can be captured.
+
+This module has no command; `two_ranks.py` uses it; `decode_step.py` and `vllm_baseline.py` use its capture.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ CUDA = torch.cuda.is_available()
 
 
 def timed(call: Callable[[], object], repeats: int) -> dict[str, object]:
-    """Return the median milliseconds of a call: of a graph's replay where the device lets it be captured."""
+    """Return the median time of a call in milliseconds, and whether a CUDA graph's replay was timed."""
     graph = None
     if CUDA:
-        call, graph = captured(call)
+        call, graph = captured_if_possible(call)
     times = []
     for _ in range(repeats + 2):
         if dist.is_initialized():
@@ -32,21 +35,36 @@ def timed(call: Callable[[], object], repeats: int) -> dict[str, object]:
     return {"ms": statistics.median(times[2:]), "graph": graph is not None}
 
 
-def captured(call: Callable[[], object]) -> tuple[Callable[[], object], torch.cuda.CUDAGraph | None]:
-    """Return a graph's replay in the place of a call, or the call itself when it can't be captured on every rank."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+def captured_if_possible(call: Callable[[], object]) -> tuple[Callable[[], object], torch.cuda.CUDAGraph | None]:
+    """Return the replay of a call's CUDA graph and the graph, or the call and None if the capture fails."""
+    warm_up(call, 3)
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            call()
+        graph = capture(call, capture_error_mode="thread_local")
     except RuntimeError as error:
         print(f"no graph: {str(error).splitlines()[0][:100]}", file=sys.stderr)
         torch.cuda.synchronize()
         return call, None
     return graph.replay, graph
+
+
+def warm_up(call: Callable[[], object], times: int = 1) -> None:
+    """Make a call on a side stream, before its capture; the first time compiles its kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(times):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+
+def capture(call: Callable[[], object], **options: str) -> torch.cuda.CUDAGraph:
+    """Capture a call in a CUDA graph; `options` are keyword arguments of `torch.cuda.graph`.
+
+    Raises:
+        RuntimeError: The call cannot be captured.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **options):
+        call()
+    return graph

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Unpacks the five files that benchmarks/vllm_baseline.py loads from a wheel of vLLM 0.33.0 into a folder.
+# Unpacks five files of a vLLM 0.33.0 wheel into a folder, for benchmarks/vllm_baseline.py.
 #
 #     benchmarks/unpack_vllm_ops.sh OUT [WHEEL]
 #
-# Without WHEEL the wheel is downloaded (pip, no dependencies) into a temporary folder. The files are Apache-2.0 and
-# belong to the vLLM project; .vllm_ops/ is ignored by git, so that they are never committed.
+# Without WHEEL, pip downloads the wheel (no dependencies) into a temporary folder. The files are part of the vLLM
+# project, under Apache-2.0; git ignores .vllm_ops/, so that they are not committed.
 set -eu
 
 if [ $# -lt 1 ] || [ $# -gt 2 ]; then

@@ -1,17 +1,18 @@
-"""vLLM 0.33.0's own Triton LoRA kernels as a baseline for the benchmarks, with default and with tuned settings.
+"""Loads the Triton LoRA kernels of vLLM 0.33.0, the baseline of the benchmarks, with default or tuned settings.
 
-    benchmarks/unpack_vllm_ops.sh .vllm_ops     # once: five files from vLLM's wheel; they are never committed
-    python benchmarks/vllm_baseline.py          # checks the kernels against plain torch
+    benchmarks/unpack_vllm_ops.sh .vllm_ops     # once: five files of vLLM's wheel; git ignores them
+    python benchmarks/vllm_baseline.py          # compares the kernels with plain torch
 
-Only torch and triton are needed: what the five files import from the rest of vLLM is replaced by small stand-ins.
-Without CUDA the kernels run in Triton's interpreter, in float16 only: its `tl.dot` takes bfloat16 for integers. A layer
-runs what vLLM's PunicaWrapperGPU.add_lora_linear runs: an empty float32 buffer, one shrink (which zeroes the buffer
-first), one expand that adds to the output. vLLM calls both through a custom op; here they are plain functions, so
-compare replays of CUDA graphs, as the server runs its decode steps.
+Only torch and Triton are needed: stand-ins replace the parts of vLLM that the five files import. Without CUDA the
+kernels run in Triton's interpreter, in float16 only, since its `tl.dot` treats bfloat16 as integers. A layer does what
+vLLM's PunicaWrapperGPU.add_lora_linear does: an empty float32 buffer, one shrink (which zeroes the buffer first), one
+expand that adds to the output. vLLM calls both through a custom op, and this module calls plain functions. Compare
+replays of CUDA graphs only, which is how vLLM runs decode steps.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 import os
@@ -24,6 +25,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+from step_timing import capture, warm_up
 
 FOLDER = Path(__file__).resolve().parent.parent / ".vllm_ops"
 OPS = "vllm.lora.ops.triton_ops"
@@ -38,9 +40,9 @@ class VllmOps:
     Attributes:
         lora_shrink: `(x [T, K], A's, buffer [slices, T, r] float32, *meta, scale)`; zeroes the buffer, then fills it.
         lora_expand: `(buffer, B's, y [T, sum of widths], *meta, offset_start=0, add_inputs=False)`.
-        LoRAKernelMeta: the class that sorts rows by adapter; `meta` below is the short way to it.
-        shrink_module, expand_module, settings_module, envs: the modules behind them, whose caches the functions below
-            empty.
+        LoRAKernelMeta: the class that sorts rows by adapter; `meta` calls it.
+        shrink_module, expand_module, settings_module, envs: the modules of these functions; the methods change their
+            caches and settings.
     """
 
     lora_shrink: Callable[..., None]
@@ -52,10 +54,13 @@ class VllmOps:
     envs: ModuleType
 
     def meta(self, mapping: torch.Tensor, max_loras: int, *, specialize: bool = False) -> Meta:
-        """Return the seven tensors that both kernels take, for an adapter index per row (`mapping` [T], -1: none).
+        """Return the seven tensors that both kernels take. Must not run while a graph is captured.
 
-        `specialize` is vLLM's `specialize_active_lora` (default off): the grid then has one layer per adapter in the
-        batch (rounded up to a power of two), otherwise always `max_loras + 1`. Must not run inside a graph's capture.
+        Args:
+            mapping: Adapter index of each row, [T]; -1: no adapter.
+            max_loras: Number of adapters that the layers have.
+            specialize: vLLM's `specialize_active_lora`: the grid then has one layer per adapter in the batch (rounded
+                up to a power of two) instead of `max_loras + 1`.
         """
         counts = [n for n in range(1, max_loras + 2) if n & (n - 1) == 0 or n == max_loras + 1]
         made = self.LoRAKernelMeta.make(max_loras, len(mapping), mapping.device, counts if specialize else None)
@@ -64,23 +69,23 @@ class VllmOps:
         return meta
 
     def use_folder(self, folder: Path | None) -> None:
-        """Take the kernels' settings from vLLM's tuned files in `folder`, or the defaults (None)."""
+        """Take the kernels' settings from vLLM's tuned files in `folder`; None: the defaults."""
         vars(self.envs)["VLLM_TUNED_CONFIG_FOLDER"] = None if folder is None else str(folder)
         self.settings_module.load_lora_op_config.cache_clear()
         self.settings_module.get_lora_op_configs.cache_clear()
 
     def clear_pointers(self) -> None:
-        """Forget the addresses and strides of all layers.
+        """Clear the tables of addresses and strides of all layers, to free their memory.
 
-        vLLM keys them by address alone, so they go stale when memory is reused. A VllmLayer renews its own entries when
-        it is made and keeps their tensors alive for graphs, so this only frees memory.
+        vLLM keys them by address, so entries become stale when memory is reused. A VllmLayer replaces the entries of
+        its addresses when it is created, and keeps their tensors alive for graphs.
         """
         vars(self.settings_module)["_LORA_A_PTR_DICT"].clear()
         vars(self.settings_module)["_LORA_B_PTR_DICT"].clear()
 
     @contextmanager
     def forced(self, *, shrink: dict[str, int] | None = None, expand: dict[str, int] | None = None) -> Iterator[None]:
-        """Run both kernels with the given settings, whatever the shape (None: as `use_folder` says)."""
+        """Run both kernels with the given settings for all shapes; None: the settings of `use_folder`."""
         look_up = self.settings_module.get_lora_op_configs
         for module, setting in ((self.shrink_module, shrink), (self.expand_module, expand)):
             if setting is not None:
@@ -93,17 +98,17 @@ class VllmOps:
 
 
 def load(folder: Path = FOLDER) -> VllmOps:
-    """Load the kernels that `unpack_vllm_ops.sh` unpacked into `folder`; VLLM_TUNED_CONFIG_FOLDER applies.
+    """Load the kernels that `unpack_vllm_ops.sh` unpacked into `folder`, with the settings of VLLM_TUNED_CONFIG_FOLDER.
 
     Raises:
-        FileNotFoundError: The folder doesn't hold the files.
-        RuntimeError: vLLM itself has been imported in this process, or there is neither CUDA nor the interpreter.
+        FileNotFoundError: The folder does not contain the files.
+        RuntimeError: vLLM has been imported in this process, or there is neither CUDA nor Triton's interpreter.
     """
-    place = folder / "vllm/lora/ops/triton_ops"
-    if not (place / "lora_shrink_op.py").is_file():
+    ops_folder = folder / "vllm/lora/ops/triton_ops"
+    if not (ops_folder / "lora_shrink_op.py").is_file():
         raise FileNotFoundError(f"no vLLM kernels in {folder}; run: benchmarks/unpack_vllm_ops.sh {folder}")
     if "vllm" in sys.modules and not hasattr(sys.modules["vllm"], "scute_stand_in"):
-        raise RuntimeError("vLLM itself is imported in this process; load the baseline in a separate process")
+        raise RuntimeError("vLLM is imported in this process; load the baseline in a separate process")
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("there is no CUDA device; set TRITON_INTERPRET=1 before triton is imported")
     if "vllm" not in sys.modules:
@@ -125,7 +130,7 @@ def _put_stand_ins(folder: Path) -> None:
     import triton  # type: ignore[import-untyped] # Triton has no types
     import triton.language  # type: ignore[import-untyped] # Triton has no types
 
-    for name in ("vllm", "vllm.utils", "vllm.lora", "vllm.lora.ops", OPS):  # packages without vLLM's own __init__
+    for name in ("vllm", "vllm.utils", "vllm.lora", "vllm.lora.ops", OPS):  # packages without vLLM's __init__
         _put(name, __path__=[str(folder / name.replace(".", "/"))], scute_stand_in=True)
     _put(
         "vllm.envs",
@@ -151,7 +156,7 @@ def _put(name: str, **contents: object) -> None:
 
 
 class _Platform:
-    """Replaces vllm.platforms.current_platform; a capability is given as an int, 90 for 9.0."""
+    """Stand-in for vllm.platforms.current_platform; a capability is an int, 90 for 9.0."""
 
     def is_cuda(self) -> bool:
         return torch.cuda.is_available()
@@ -164,7 +169,7 @@ class _Platform:
 
 
 class _Logger:
-    """Replaces vLLM's logger, without output."""
+    """Stand-in for vLLM's logger, without output."""
 
     def _silent(self, *_args: object) -> None:
         pass
@@ -182,12 +187,12 @@ def _no_custom_op(**_kwargs: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmLayer:
-    """The LoRA part of one fused GEMM as vLLM holds it, all adapter indices filled at the full rank.
+    """The LoRA factors of one fused GEMM as vLLM stores them, all `max_loras` adapters at the full rank.
 
     Attributes:
         a: one [max_loras, 1, rank, inputs] per slice.
         b: one [max_loras, 1, width, rank] per slice.
-        tables: keeps the device tables of addresses alive for as long as the layer (graphs read them).
+        tables: the device tables of addresses, kept alive because graphs read them.
     """
 
     ops: VllmOps
@@ -208,9 +213,9 @@ class VllmLayer:
         device: torch.device,
         seed: int = 0,
     ) -> VllmLayer:
-        """Return a layer of random factors for `len(widths)` slices of one GEMM over `inputs` columns.
+        """Return a layer of random factors for a GEMM of `inputs` columns and slices of the given widths.
 
-        Both are scaled so that the buffer and what is added to y have entries of about the size of x's.
+        The factors are scaled so that the entries of the buffer and of the sum added to y are about as large as x's.
         """
         source = torch.Generator(device).manual_seed(seed)
 
@@ -233,39 +238,43 @@ class VllmLayer:
         return torch.empty(shape, dtype=torch.float32, device=self.a[0].device)
 
     def run(self, x: torch.Tensor, y: torch.Tensor, meta: Meta) -> None:
-        """Add the adapters' part for x [T, inputs] to y [T, sum of widths] in place; both contiguous, in the dtype."""
+        """Add the adapters' terms for x [T, inputs] to y [T, sum of widths], both contiguous, of the factors' dtype."""
         buffer = self.buffer(len(x))
         self.ops.lora_shrink(x, self.a, buffer, *meta, 1.0)
         self.ops.lora_expand(buffer, self.b, y, *meta, offset_start=0, add_inputs=True)
 
     def expected(self, x: torch.Tensor, y: torch.Tensor, mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `run` should leave in y, in float64, and the largest error that each entry may have.
+        """Return the value of y after `run`, in float64, and a bound on the error of each entry.
 
-        The kernels round three times to the dtype (the buffer, the delta, the sum) and sum in float32 otherwise.
+        The kernels round three times to the dtype (the buffer, the delta, the sum) and accumulate in float32.
         """
         unit = torch.finfo(self.a[0].dtype).eps / 2
         single = (x.shape[1] + self.a[0].shape[2]) * torch.finfo(torch.float32).eps
-        want, room = y.double(), torch.zeros_like(y, dtype=torch.float64)
-        for index in sorted(set(mapping.tolist()) - {-1}):
-            rows = mapping == index
+        want, bound = y.double(), torch.zeros_like(y, dtype=torch.float64)
+        for adapter in sorted(set(mapping.tolist()) - {-1}):
+            rows = mapping == adapter
             x_rows, first = x[rows].double(), 0
             for a, b in zip(self.a, self.b, strict=True):
-                A, B = a[index, 0].double().T, b[index, 0].double().T
-                there = slice(first, first + B.shape[1])
+                A, B = a[adapter, 0].double().T, b[adapter, 0].double().T
+                columns = slice(first, first + B.shape[1])
                 delta = x_rows @ A @ B
-                want[rows, there] += delta
-                room[rows, there] = unit * ((x_rows @ A).abs() @ B.abs() + delta.abs() + want[rows, there].abs())
-                room[rows, there] += single * (x_rows.abs() @ A.abs() @ B.abs())
-                first = there.stop
-        return want, room * (1 + 4 * unit)  # products of two roundings
+                want[rows, columns] += delta
+                bound[rows, columns] = unit * ((x_rows @ A).abs() @ B.abs() + delta.abs() + want[rows, columns].abs())
+                bound[rows, columns] += single * (x_rows.abs() @ A.abs() @ B.abs())
+                first = columns.stop
+        return want, bound * (1 + 4 * unit)  # for products of two roundings
 
     def check(self, x: torch.Tensor, y: torch.Tensor, mapping: torch.Tensor, *, graph: bool = False) -> float:
-        """Run on a copy of y and return the largest error as a share of what is allowed; above 1 it raises.
+        """Run on a copy of y and return the largest error over its bound; rows without an adapter must not change.
 
-        With `graph` the run is a replay of a CUDA graph. Rows without an adapter must keep their bits.
+        Args:
+            x: Inputs [T, inputs].
+            y: Outputs [T, sum of widths] before the run.
+            mapping: Adapter index of each row, [T]; -1: no adapter.
+            graph: Whether the run is a replay of a CUDA graph.
 
         Raises:
-            ArithmeticError: An entry is off by more than the roundings explain.
+            ArithmeticError: The error of an entry exceeds its bound.
         """
         meta = self.ops.meta(mapping, self.a[0].shape[0])
         got = y.clone()
@@ -275,30 +284,22 @@ class VllmLayer:
             replay()
         else:
             self.run(x, got, meta)
-        want, room = self.expected(x, y, mapping)
+        want, bound = self.expected(x, y, mapping)
         error = (got.double() - want).abs()
-        if not bool((error <= room).all()):
-            raise ArithmeticError(f"off by {float((error - room).max())} more than the roundings allow")
-        return float((error / room.clamp_min(1e-300)).max())
+        if not bool((error <= bound).all()):
+            raise ArithmeticError(f"an error exceeds the bound of its roundings by {float((error - bound).max())}")
+        return float((error / bound.clamp_min(1e-300)).max())
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
-    """Run `call` once (compiles its kernels), capture it in a CUDA graph, and return the graph's replay."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it unannotated
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    replay: Callable[[], None] = graph.replay
+    """Make a call once, capture it in a CUDA graph, and return the graph's replay."""
+    warm_up(call)
+    replay: Callable[[], None] = capture(call).replay
     return replay
 
 
 def check(folder: Path = FOLDER) -> None:
-    """Compare the kernels with plain torch on small shapes, on CUDA (with graphs too) or else in the interpreter."""
+    """Compare the kernels with plain torch on small shapes: on CUDA, also in graphs, or in Triton's interpreter."""
     ops = load(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device.type == "cuda"
@@ -312,10 +313,12 @@ def check(folder: Path = FOLDER) -> None:
             shares = [layer.check(x, y, mapping), layer.check(x, y, torch.full_like(mapping, -1))]
             if on_cuda:
                 shares += [layer.check(x, y, rows, graph=True) for rows in (mapping, mapping.clamp_min(1))]
-            print(f"{dtype} slices {widths} rank {rank}: largest error {max(shares):.2f} of what is allowed")
+            print(f"{dtype} slices {widths} rank {rank}: largest error {max(shares):.2f} of its bound")
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="folder with the unpacked kernels")
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-    check(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    check(parser.parse_args().folder)

@@ -1,12 +1,13 @@
-"""Error of an engine's log-probabilities against PEFT in float32, beside the error that PEFT itself makes in bf16.
+"""Measures the error of vLLM's log-probabilities with the plugin against PEFT in float32, and PEFT's error in bf16.
 
-    python benchmarks/vllm_exactness.py prepare --work WORK_FOLDER            # needs PEFT
-    python benchmarks/vllm_exactness.py measure --work WORK_FOLDER --dtype bfloat16   # needs vLLM and the plugin
+    PYTHONPATH=. python benchmarks/vllm_exactness.py prepare --work WORK_FOLDER   # in an environment with PEFT
+    PYTHONPATH=. python benchmarks/vllm_exactness.py measure --work WORK_FOLDER   # with vLLM and the plugin
 
-Nine adapters of all five methods and the base, several prompts each, all in one batch of a small random Llama. Compared
-are the log-probabilities of the twenty likeliest next tokens; the effect is the adapter's own, against the base. A
-token further, what a decode step says is compared with a prefill of the longer prompt: the two run on different
-kernels. Plain adapters are asked once more by themselves, since on a GPU such steps have captured graphs of their own.
+One batch of a small random Llama has several prompts for each of nine adapters of all five methods and for the base.
+The error is the mean over the log-probabilities of the twenty most likely next tokens; the effect of an adapter is its
+mean difference from the base. Two more comparisons: the log-probabilities after a decode step with those of a prefill
+of the longer prompt, which run different kernels; and those of plain adapters in a batch of their own, for which a GPU
+captures separate graphs.
 """
 
 from __future__ import annotations
@@ -14,78 +15,76 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+if TYPE_CHECKING:
+    from tests.support.adapters import Config
+
 PROMPTS, LENGTH, TOP = 6, 12, 20
 PLAIN = ("base", "lora", "lora-2", "dora", "rsdora", "ia3")
-"""Nothing shared, and no input turned."""
+"""Adapters without shared pairs and rotations."""
 
 
-def configs() -> Mapping[str, Callable[[], object]]:
-    """Return how each adapter is made."""
-    from peft import IA3Config, LoraConfig, OFTConfig, VeraConfig
+def configs() -> Mapping[str, Config]:
+    """Return the configurations of the adapters by name."""
+    from tests.support.adapters import RECIPES, lora, oft, vera
+    from tests.support.bases import ATTENTION
 
-    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    task: Any = {"task_type": "CAUSAL_LM"}
+    two_layers = vera(r=64, target_modules=["v_proj", "down_proj"]).config
     return {
-        "lora": lambda: LoraConfig(r=16, lora_alpha=24, target_modules=every, **task),
-        "lora-2": lambda: LoraConfig(r=5, lora_alpha=4, target_modules=["q_proj", "v_proj"], **task),
-        "dora": lambda: LoraConfig(r=8, lora_alpha=16, use_dora=True, target_modules=every, **task),
-        "rsdora": lambda: LoraConfig(r=8, use_dora=True, use_rslora=True, target_modules=every[:4], **task),
-        "ia3": lambda: IA3Config(
-            target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], **task
-        ),
-        "vera": lambda: VeraConfig(r=64, target_modules=["v_proj", "down_proj"], **task),
-        "vera-2": lambda: VeraConfig(r=64, target_modules=["v_proj", "down_proj"], **task),
-        "oft": lambda: OFTConfig(oft_block_size=32, target_modules=every, **task),
-        "oft-2": lambda: OFTConfig(oft_block_size=16, target_modules=["q_proj", "v_proj", "down_proj"], **task),
+        "lora": lora(r=16, lora_alpha=24),
+        "lora-2": lora(r=5, lora_alpha=4, target_modules=["q_proj", "v_proj"]),
+        "dora": lora(r=8, lora_alpha=16, use_dora=True),
+        "rsdora": lora(r=8, lora_alpha=8, use_dora=True, use_rslora=True, target_modules=list(ATTENTION)),
+        "ia3": RECIPES["ia3"].config,
+        "vera": two_layers,
+        "vera-2": two_layers,
+        "oft": oft(oft_block_size=32).config,
+        "oft-2": oft(oft_block_size=16, target_modules=["q_proj", "v_proj", "down_proj"]).config,
     }
 
 
 def prompts() -> list[list[int]]:
-    """Return the prompts, the same everywhere."""
+    """Return the prompts, the same in every process."""
     drawn = torch.randint(3, 500, (PROMPTS, LENGTH), generator=torch.Generator().manual_seed(11))
     return [[int(token) for token in row] for row in drawn]
 
 
 def prepare(work: Path, tp: int) -> None:
-    """Write base, adapters, artifacts in every dtype for `tp` ranks, and what PEFT says of every prompt."""
+    """Write base, adapters, artifacts in every dtype for `tp` ranks, and PEFT's log-probabilities for every prompt."""
     import transformers
     from peft import PeftModel, get_peft_model
 
     import scute_compile as scute
     from scute_compile.ir.dtypes import DType, torch_dtype
     from scute_compile.ir.target import Target
+    from tests.support.adapters import draw, normal, relative
+    from tests.support.bases import Sites
 
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=512,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(work / "base")
+    _write_base(work / "base")
 
-    def base(dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers' own
+    def base(dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers does not annotate it
         return transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=dtype)
 
-    expected = {"base": {dtype.value: _says(base(torch_dtype(dtype.value))) for dtype in DType}}
-    for number, (name, made) in enumerate(configs().items()):
-        model = get_peft_model(base(torch.float32), made())
-        _draw(model, number)
+    expected = {"base": {dtype.value: _logprobs(base(torch_dtype(dtype.value))) for dtype in DType}}
+    draws = {
+        "magnitude": relative(0.05),
+        "ia3_l": normal(0.1, mean=1),
+        "vera_lambda": normal(0.5),
+        "oft_R": normal(0.02),
+        "": normal(0.05),
+    }
+    for number, (name, config_of) in enumerate(configs().items()):
+        model = get_peft_model(base(torch.float32), config_of(Sites()))
+        draw(model, number, draws)
         model.save_pretrained(work / "adapters" / name)
         expected[name] = {
-            dtype.value: _says(
+            dtype.value: _logprobs(
                 PeftModel.from_pretrained(
                     base(torch_dtype(dtype.value)), work / "adapters" / name, autocast_adapter_dtype=False
                 ).to(torch_dtype(dtype.value))
@@ -101,26 +100,30 @@ def prepare(work: Path, tp: int) -> None:
                 name=name,
             )
             report.raise_if_refused()
-    flat = {f"{name}/{kind}": value.contiguous() for name, said in expected.items() for kind, value in said.items()}
-    save_file(flat, work / "expected.safetensors")
+    flat = {f"{name}/{kind}": value for name, by_dtype in expected.items() for kind, value in by_dtype.items()}
+    save_file({key: value.contiguous() for key, value in flat.items()}, work / "expected.safetensors")
     (work / "names.json").write_text(json.dumps(list(expected)))
 
 
-def _draw(model: torch.nn.Module, seed: int) -> None:
-    """Draw what is learned away from the identity: the size that some training gives it."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            noise = torch.randn(parameter.shape, generator=generator)
-            scale = {"magnitude": 0.05, "ia3_l": 0.1, "vera_lambda": 0.5, "oft_R": 0.02}
-            near = next((value for part, value in scale.items() if part in name), 0.05)
-            if "magnitude" in name or "ia3_l" in name:
-                parameter.data = parameter.data * (1 + near * noise)
-            else:
-                parameter.data = near * noise
+def _write_base(folder: Path) -> None:
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=512,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def _says(model: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' or PEFT's
+def _logprobs(model: Any) -> torch.Tensor:  # noqa: ANN401 - transformers and PEFT do not annotate it
     """Return log-probabilities of the next token: `(prompts, vocabulary)`."""
     model.eval()
     with torch.no_grad():
@@ -128,111 +131,121 @@ def _says(model: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' or PEFT's
     return torch.log_softmax(logits.double(), -1)
 
 
-def measure(work: Path, dtype: str, tp: int, out: Path | None) -> None:
-    """Ask an engine with every adapter loaded, all prompts in one batch, and print a row per adapter."""
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+def engine(work: Path, dtype: str, tp: int, adapters: int) -> Any:  # noqa: ANN401 - vLLM's class
+    """Return vLLM with LoRA enabled; on a GPU with CUDA graphs, on a CPU without."""
+    from vllm import LLM
 
-    gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"enforce_eager": True}
-    if gpu:
+    if torch.cuda.is_available():
         options = {
             "attention_backend": "TRITON_ATTN",
-            "gpu_memory_utilization": 0.3,
             "max_num_batched_tokens": 2048,
             "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": [1, 64]},
         }
-    stored = load_file(work / "expected.safetensors")
-    names: list[str] = json.loads((work / "names.json").read_text())
-    expected = {name: {kind: stored[f"{name}/{kind}"] for kind in ("float32", "bfloat16")} for name in names}
-    llm = LLM(
+    return LLM(
         str(work / "base"),
         skip_tokenizer_init=True,
         dtype=dtype,
         enable_lora=True,
-        max_loras=len(names),
+        max_loras=adapters,
         max_lora_rank=16,
         tensor_parallel_size=tp,
+        gpu_memory_utilization=0.3,  # on a CPU, of the host's memory
         max_model_len=256,
         max_num_seqs=64,
         enable_prefix_caching=False,
         **options,
     )
+
+
+def measure(work: Path, dtype: str, tp: int, out: Path | None) -> None:
+    """Generate two tokens for all prompts and adapters in one batch, and print a row per adapter."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    stored = load_file(work / "expected.safetensors")
+    names: list[str] = json.loads((work / "names.json").read_text())
+    expected = {name: {kind: stored[f"{name}/{kind}"] for kind in ("float32", "bfloat16")} for name in names}
+    llm = engine(work, dtype, tp, len(names))
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=TOP, detokenize=False)
-    asked, requests = [], []
-    for prompt in prompts():
-        for number, name in enumerate(names):
-            asked.append({"prompt_token_ids": prompt})
-            path = str(work / dtype / name)
-            requests.append(None if name == "base" else LoRARequest(name, number, path))
-    answers = llm.generate(asked, sampling, lora_request=requests, use_tqdm=False)
-    longer = [
-        {"prompt_token_ids": [*one["prompt_token_ids"], answer.outputs[0].token_ids[0]]}
-        for one, answer in zip(asked, answers, strict=True)
+    rows = [(prompt, number, name) for prompt in prompts() for number, name in enumerate(names)]
+    requests = [
+        None if name == "base" else LoRARequest(name, number, str(work / dtype / name)) for _, number, name in rows
     ]
-    again = llm.generate(longer, sampling, lora_request=requests, use_tqdm=False)
-    plain = [place for place in range(len(asked)) if names[place % len(names)] in PLAIN]
-    alone = llm.generate(
-        [asked[place] for place in plain], sampling, lora_request=[requests[place] for place in plain], use_tqdm=False
-    )
-    by_place = dict(zip(plain, alone, strict=True))
-    rows = []
+
+    def outputs(prompt_ids: Sequence[Sequence[int]], which: Sequence[int]) -> list[Any]:
+        batch = [{"prompt_token_ids": [*ids]} for ids in prompt_ids]
+        answers = llm.generate(batch, sampling, lora_request=[requests[row] for row in which], use_tqdm=False)
+        return [answer.outputs[0] for answer in answers]
+
+    every = range(len(rows))
+    decoded = outputs([prompt for prompt, _, _ in rows], every)
+    prefilled = outputs([[*rows[row][0], decoded[row].token_ids[0]] for row in every], every)
+    plain = [row for row in every if rows[row][2] in PLAIN]
+    alone = dict(zip(plain, outputs([rows[row][0] for row in plain], plain), strict=True))
+    table = []
     for number, name in enumerate(names):
-        own = range(number, len(asked), len(names))
-        gaps = [_gap(answers[place].outputs[0].logprobs[1], again[place].outputs[0].logprobs[0]) for place in own]
-        row = _row(name, [answers[place] for place in own], expected)
-        rows.append({**row, "decode": sum(gaps) / len(gaps), "plain": None})
-        if name in PLAIN:
-            pairs = [(by_place[place].outputs[0].logprobs, again[place].outputs[0].logprobs) for place in own]
-            rows[-1]["plain"] = sum(_gap(mine[1], theirs[0]) for mine, theirs in pairs) / len(pairs)
-    for row in rows:
+        which = every[number :: len(names)]
+        gaps = [_difference(decoded[row].logprobs[1], prefilled[row].logprobs[0]) for row in which]
+        plain_gaps = [_difference(alone[row].logprobs[1], prefilled[row].logprobs[0]) for row in which if name in PLAIN]
+        table.append(
+            {
+                **_row(name, [decoded[row] for row in which], expected),
+                "decode": _mean(gaps),
+                "plain": _mean(plain_gaps) if plain_gaps else None,
+            }
+        )
+    for row in table:
         ratio = f"{row['ratio']:.2f}" if row["ratio"] else ""
         sys.stdout.write(
             f"{row['adapter']:<10}error {row['error']:.2e}  effect {row['effect']:.2e}  "
             f"PEFT in bf16 {row['peft']:.2e}  ratio {ratio:<5}  "
-            f"PEFT's token {row['tokens']} of {PROMPTS}  a decode step from a prefill {row['decode']:.2e}"
-            + (f", among plain ones {row['plain']:.2e}\n" if row["plain"] is not None else "\n")
+            f"PEFT's token {row['tokens']} of {PROMPTS}  decode step against prefill {row['decode']:.2e}"
+            + (f", in a plain batch {row['plain']:.2e}\n" if row["plain"] is not None else "\n")
         )
     if out:
-        out.write_text(json.dumps(rows, indent=1))
+        out.write_text(json.dumps(table, indent=1))
 
 
-def _gap(ours: Mapping[int, Any], theirs: Mapping[int, Any]) -> float:
-    """Return the mean difference of the same token's log-probabilities, after a decode step and after a prefill."""
-    both = set(ours) & set(theirs)
-    return sum(abs(ours[token].logprob - theirs[token].logprob) for token in both) / len(both)
+def _difference(logprobs: Mapping[int, Any], expected: Mapping[int, Any]) -> float:
+    """Return the mean difference of the log-probabilities of the tokens that both have."""
+    return _mean([abs(logprobs[token].logprob - expected[token].logprob) for token in {*logprobs} & {*expected}])
 
 
-def _row(name: str, answers: Sequence[Any], expected: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _row(name: str, outputs: Sequence[Any], expected: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
     exact, rounded, base = expected[name]["float32"], expected[name]["bfloat16"], expected["base"]["float32"]
-    errors, peft, effects = [], [], []
+    errors, peft_errors, effects = [], [], []
     tokens = 0
-    for number, answer in enumerate(answers):
-        tokens += answer.outputs[0].token_ids[0] == exact[number].argmax().item()
-        for token, said in answer.outputs[0].logprobs[0].items():
-            errors.append(abs(said.logprob - exact[number, token].item()))
-            peft.append(abs((rounded - exact)[number, token].item()))
+    for number, output in enumerate(outputs):
+        tokens += output.token_ids[0] == exact[number].argmax().item()
+        for token, found in output.logprobs[0].items():
+            errors.append(abs(found.logprob - exact[number, token].item()))
+            peft_errors.append(abs((rounded - exact)[number, token].item()))
             effects.append(abs((exact - base)[number, token].item()))
-    error, own, effect = (sum(values) / len(values) for values in (errors, peft, effects))
+    error, peft_error = _mean(errors), _mean(peft_errors)
     return {
         "adapter": name,
         "error": error,
-        "effect": effect,
-        "peft": own,
-        "ratio": error / own if own else None,
+        "effect": _mean(effects),
+        "peft": peft_error,
+        "ratio": error / peft_error if peft_error else None,
         "tokens": tokens,
     }
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["prepare", "measure"])
-    parser.add_argument("--work", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["prepare", "measure"])
+    parser.add_argument("--work", type=Path, required=True, help="folder that `prepare` writes and `measure` reads")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--tp", type=int, default=1, help="ranks; the same for both parts")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    if given.what == "prepare":
-        prepare(given.work, given.tp)
+    parser.add_argument("--tp", type=int, default=1, help="ranks; equal in both actions")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    options = parser.parse_args()
+    if options.action == "prepare":
+        prepare(options.work, options.tp)
     else:
-        measure(given.work, given.dtype, given.tp, given.json)
+        measure(options.work, options.dtype, options.tp, options.json)

@@ -1,10 +1,11 @@
-"""Measures a decode step of vLLM, stock and with the plugin, with one request per adapter.
+"""Times a decode step of vLLM, stock and with the plugin, with one request on each of many adapters.
 
-    python benchmarks/vllm_steps.py --shape llama-3.1-8b --work WORK_FOLDER --json vllm_steps.json
+    PYTHONPATH=. python benchmarks/vllm_steps.py --shape llama-3.1-8b --work WORK_FOLDER --json vllm_steps.json   # GPU
+    PYTHONPATH=. python benchmarks/vllm_steps.py --shape tiny --work WORK_FOLDER            # CPU: tests the script only
 
-The base has dummy weights, the adapters are those of `serving_adapters.py`. Each engine runs in a separate process. A
-step's time is the difference between a long and a short generation, divided by the difference of their lengths, as the
-median of several runs. On a CPU `--shape tiny` shows that the benchmark runs; its times mean nothing.
+The base has dummy weights; the adapters come from `serving_adapters.py`. Each engine runs in a separate process. The
+time of a step is the difference of the times of two generations over the difference of their lengths; the figure is the
+median of several tries. With `--gpus 2` the stock engines run on one GPU and the plugin's on the other, at once.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ WITHOUT_VERA = ("lora", "dora", "ia3", "oft")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One engine, and the mixes of adapters that are measured on it."""
+    """An engine, and the mixes of adapters that it is timed on."""
 
     name: str
     plugin: bool
     max_rank: int
     mixes: Mapping[str, Sequence[str]]
-    """By name: the adapters of the requests, repeated in turn; `folder:` denotes a PEFT folder. Empty for the base."""
+    """Adapters by name of the mix. Request i uses adapter i modulo their number; none: the base.
+
+    `folder:NAME` is a PEFT folder instead of an artifact.
+    """
 
 
 ENGINES = (
@@ -86,39 +90,46 @@ ENGINES = (
 
 
 def main() -> None:
-    """Prepare the adapters, run every engine, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Write the adapters, run every engine, print the table, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--tenants", type=int, default=20)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--gpus", type=int, default=1, help="2: the plugin's engines run on the second GPU")
-    parser.add_argument("--mixes", nargs="+", help="measure only these")
+    parser.add_argument("--tenants", type=int, default=20, help="requests, each with its adapter")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder for configuration, adapters and artifacts; kept"
+    )
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        help="2: stock engines on the first GPU, the plugin's engines on the second, at once",
+    )
+    parser.add_argument("--mixes", nargs="+", help="measure only these mixes")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.engine is not None:
-        measure(arguments, ENGINES[arguments.engine])
+    chosen = parser.parse_args()
+    if chosen.engine is not None:
+        measure(chosen, ENGINES[chosen.engine])
         return
-    prepare(arguments)
-    queues: list[list[int]] = [[] for _ in range(max(1, arguments.gpus))]
-    for number, engine in enumerate(ENGINES):  # with two GPUs, stock engines and the plugin's run at the same time
+    prepare(chosen)
+    queues: list[list[int]] = [[] for _ in range(max(1, chosen.gpus))]
+    for number, engine in enumerate(ENGINES):
         queues[-1 if engine.plugin else 0].append(number)
     with ThreadPoolExecutor(len(queues)) as pool:
-        futures = [pool.submit(run_engines, arguments, queue, gpu) for gpu, queue in enumerate(queues)]
+        futures = [pool.submit(run_engines, chosen, queue, gpu) for gpu, queue in enumerate(queues)]
     rows = [row for future in futures for row in future.result()]
     table(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=1))
 
 
-def run_engines(arguments: argparse.Namespace, numbers: Sequence[int], gpu: int) -> list[dict[str, Any]]:
-    """Run engines one after the other on one GPU, each in a separate process."""
+def run_engines(chosen: argparse.Namespace, numbers: Sequence[int], gpu: int) -> list[dict[str, Any]]:
+    """Run engines one after another on one GPU, each in a separate process."""
     rows: list[dict[str, Any]] = []
     for number in numbers:
         engine = ENGINES[number]
         environment = {**os.environ, **({} if engine.plugin else {"VLLM_PLUGINS": "none"})}
-        if arguments.gpus > 1:
+        if chosen.gpus > 1:
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
         done = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--engine", str(number)],
@@ -127,30 +138,30 @@ def run_engines(arguments: argparse.Namespace, numbers: Sequence[int], gpu: int)
             stdout=subprocess.PIPE,
             text=True,
         )
-        found = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
-        rows += found or [{"engine": engine.name, "mix": f"failed, status {done.returncode}", "ms": None}]
+        measured = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+        rows += measured or [{"engine": engine.name, "mix": f"failed, status {done.returncode}", "ms": None}]
     return rows
 
 
-def shape_of(arguments: argparse.Namespace) -> tuple[ModelShape, int]:
-    """Return the model's shape and its number of heads."""
-    shape, heads = SHAPES[arguments.shape]
-    return replace(shape, layers=arguments.layers or shape.layers), heads
+def shape_of(chosen: argparse.Namespace) -> tuple[ModelShape, int]:
+    """Return the model's shape and its number of attention heads."""
+    shape, heads = SHAPES[chosen.shape]
+    return replace(shape, layers=chosen.layers or shape.layers), heads
 
 
-def prepare(arguments: argparse.Namespace) -> None:
-    """Write the configuration, the folders and the artifacts, unless an earlier run has."""
+def prepare(chosen: argparse.Namespace) -> None:
+    """Write the configuration, the PEFT folders and the artifacts, unless they exist."""
     from serving_adapters import compile_all, write_adapters, write_config
 
-    shape, heads = shape_of(arguments)
-    if not (arguments.work / "ready").exists():
-        base = write_config(arguments.work / "base", shape, heads=heads)
-        compile_all(write_adapters(arguments.work / "folders", shape), base, arguments.work / "store")
-        (arguments.work / "ready").touch()
+    shape, heads = shape_of(chosen)
+    if not (chosen.work / "ready").exists():
+        base = write_config(chosen.work / "base", shape, heads=heads)
+        compile_all(write_adapters(chosen.work / "folders", shape), base, chosen.work / "store")
+        (chosen.work / "ready").touch()
 
 
-def measure(arguments: argparse.Namespace, engine: Engine) -> None:
-    """Start one engine and print a line for each mix."""
+def measure(chosen: argparse.Namespace, engine: Engine) -> None:
+    """Start an engine and print a line of JSON for each mix."""
     import torch
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -158,22 +169,22 @@ def measure(arguments: argparse.Namespace, engine: Engine) -> None:
     gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"dtype": "bfloat16"} if gpu else {"dtype": "float32", "enforce_eager": True}
     if gpu:
-        sizes = [1, arguments.tenants]
+        sizes = [1, chosen.tenants]
         options |= {
             "attention_backend": "TRITON_ATTN",
-            "gpu_memory_utilization": 0.8,
             "compilation_config": {"custom_ops": ["none"], "cudagraph_capture_sizes": sizes},
         }
     llm = LLM(
-        str(arguments.work / "base"),
+        str(chosen.work / "base"),
         load_format="dummy",
         skip_tokenizer_init=True,
         enable_lora=True,
-        max_loras=arguments.tenants,
+        max_loras=chosen.tenants,
         max_lora_rank=engine.max_rank,
+        gpu_memory_utilization=0.8 if gpu else 0.3,  # on a CPU, of the host's memory
         max_model_len=512,
         max_num_batched_tokens=2048,
-        max_num_seqs=max(32, arguments.tenants),
+        max_num_seqs=max(32, chosen.tenants),
         enable_prefix_caching=False,
         **options,
     )
@@ -181,35 +192,33 @@ def measure(arguments: argparse.Namespace, engine: Engine) -> None:
 
     def seconds(tokens: int, requests: list[Any]) -> float:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": [3 + number] * 8} for number in range(arguments.tenants)]
+        prompts = [{"prompt_token_ids": [3 + number] * 8} for number in range(chosen.tenants)]
         start = time.perf_counter()
         llm.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
         return time.perf_counter() - start
 
     serial = 0
     for mix, adapters in engine.mixes.items():
-        if arguments.mixes and mix not in arguments.mixes:
+        if chosen.mixes and mix not in chosen.mixes:
             continue
-        requests: list[Any] = [None] * arguments.tenants
-        for row in range(arguments.tenants if adapters else 0):
+        requests: list[Any] = [None] * chosen.tenants
+        for row in range(chosen.tenants if adapters else 0):
             serial += 1
             name = adapters[row % len(adapters)]
-            folder = (
-                arguments.work / ("folders" if name.startswith("folder:") else "store") / name.removeprefix("folder:")
-            )
+            folder = chosen.work / ("folders" if name.startswith("folder:") else "store") / name.removeprefix("folder:")
             requests[row] = LoRARequest(f"{name}-{serial}", serial, str(folder))
-        first = seconds(short, requests)  # includes loading
+        first = seconds(short, requests)  # includes loading the adapters
         times = [(seconds(long, requests) - seconds(short, requests)) / (long - short) for _ in range(tries)]
         step = round(statistics.median(times) * 1e3, 3)
         row_out = {"engine": engine.name, "mix": mix, "ms": step, "first_s": round(first, 2)}
         sys.stdout.write("ROW " + json.dumps(row_out) + "\n")
         sys.stdout.flush()
-        with (arguments.work / "rows.jsonl").open("a") as file:  # keeps the rows of a run that is interrupted
+        with (chosen.work / "rows.jsonl").open("a") as file:  # keeps the figures of a run that is interrupted
             file.write(json.dumps(row_out) + "\n")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows, each with its ratio to the same engine's plain LoRA."""
+    """Print the rows with their ratios to plain LoRA on the same engine."""
     lora = {row["engine"]: row["ms"] for row in rows if row["mix"] == "lora"}
     for row in rows:
         ratio = f"{row['ms'] / lora[row['engine']]:7.3f}" if row["ms"] and lora.get(row["engine"]) else " " * 7

@@ -1,4 +1,4 @@
-"""Serves requests that join and leave one batch, each with its adapter, from artifacts that were compiled for tp 1.
+"""Serves requests that join and leave one batch, each with an adapter, from artifacts compiled for one rank.
 
 scute demo -o example
 scute compile example/adapters/dora example/adapters/vera --base example/base --out single
@@ -17,7 +17,7 @@ from scute_compile.runtime_min import ContinuousBatch, Policy, Request, ServedMo
 
 
 def main(base: Path, store: Path) -> None:
-    """Print each request's tokens as they come; the second joins when the first has made two."""
+    """Print the tokens of each request as they arrive; the second request joins after two tokens of the first."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     served = ServedModel(model, max_adapters=2, pool_bytes="8MiB", shared_bytes="512KiB")
     for name in ("dora", "vera"):

@@ -1,4 +1,4 @@
-"""Serves one batch in which every row has another adapter, from artifacts that `scute compile` made.
+"""Computes one batch in which every row has a different adapter, from artifacts that `scute demo` compiled.
 
 scute demo -o example
 python examples/mixed_batch.py example
@@ -16,11 +16,11 @@ from scute_compile.runtime_min.oracle.adapted_model import AdaptedModel
 
 
 def main(folder: Path) -> None:
-    """Print what each row would say next."""
+    """Print the most likely next token of each row."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
     artifacts = {path.name: path for path in sorted((folder / "store").iterdir()) if (path / "manifest.json").exists()}
     rows = [None, *artifacts]
-    ids = torch.arange(8).repeat(len(rows), 1)  # the same eight tokens in every row
+    ids = torch.arange(8).repeat(len(rows), 1)  # eight tokens, equal in all rows
     with AdaptedModel(model, artifacts) as adapted, torch.no_grad():
         logits = adapted(input_ids=ids, adapter_names=rows).logits
     for row, adapter in enumerate(rows):

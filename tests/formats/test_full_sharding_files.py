@@ -28,7 +28,7 @@ from scute_compile.runtime_min.pool.reading import read_adapter
 from scute_compile.runtime_min.ranks.exchange import TermExchange
 from scute_compile.runtime_min.ranks.group import RankGroup
 from tests.base.test_cuts import heads, layer
-from tests.runtime_min.oracle.test_adapted_model import CLOSE, by_hand, drawn, logits
+from tests.runtime_min.oracle.test_adapted_model import CLOSE, by_hand, drawn, logits, lora
 from tests.runtime_min.pool.test_reading import sites_of
 from tests.support.artifacts import Written, write_artifact
 from tests.support.bases import load_base
@@ -57,22 +57,8 @@ def test_a_term_is_cut_along_the_axis_that_is_whole_on_its_site() -> None:
 
 
 def column_site(tp: int) -> Written:
-    """A scaled and shifted site, and a term with d and e whose rank no number of ranks divides."""
-    slots = {
-        "ds": drawn(64, seed=1),
-        "b": drawn(64, seed=2),
-        "A0": drawn(5, 64, seed=3),
-        "B0": drawn(5, 64, seed=4),
-        "d0": 1 + drawn(5, seed=5),
-        "e0": 1 + drawn(64, seed=6),
-    }
-    return Written(
-        name="model.layers.0.self_attn.q_proj",
-        in_features=64,
-        out_features=64,
-        slots=slots,
-        rows=list(map(list, shares(5, tp))),
-    )
+    """A column-parallel site with every vector and a term of rank 5, which no number of ranks here divides."""
+    return replace(lora(0), rows=list(map(list, shares(5, tp))))
 
 
 def shared_site(tp: int) -> Written:

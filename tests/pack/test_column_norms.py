@@ -18,7 +18,7 @@ from scute_compile.passes import scale
 from scute_compile.passes.scale import plan_norm
 from tests.support.artifact_files import rank_tensors
 from tests.support.commands import compiled, python
-from tests.support.sparse_base import _file
+from tests.support.sparse_base import write_sparse_file
 
 TOLERANCE = 1e-6
 """A few roundings of float32 (6e-8 each) per value, averaged over a column, and one of the sum."""
@@ -172,7 +172,7 @@ def _write_model(folder: Path, layers: int) -> None:
     outside = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (64, hidden))
     (folder / "base").mkdir(parents=True)
     (folder / "adapter").mkdir()
-    _file(folder / "base" / "model.safetensors", {**inside, **outside, "model.norm.weight": (hidden,)})
+    write_sparse_file(folder / "base" / "model.safetensors", {**inside, **outside, "model.norm.weight": (hidden,)})
     config = {"model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
     (folder / "base" / "config.json").write_text(json.dumps({**config, **heads, "tie_word_embeddings": False}))
     tensors: dict[str, torch.Tensor] = {}

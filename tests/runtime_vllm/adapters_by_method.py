@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import transformers
-from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
+from peft import PeftModel, get_peft_model
 
 import scute_compile as scute
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from tests.runtime_vllm.engine import Adapter, Answer, Engine, Row
-from tests.support.adapters import RECIPES, TASK, draw, lora
-from tests.support.bases import ATTENTION, BASES, made_once
+from tests.support.adapters import LARGE_DRAWS, RECIPES, SMALL_DRAWS, Config, draw, lora, oft, vera
+from tests.support.bases import ATTENTION, BASES, Sites, made_once
 
 BOUND = 1e-4
 """Largest difference of a log-probability from PEFT's, both in float32."""
@@ -34,47 +34,24 @@ EXTRA_RECIPES = {
 NINE = ("lora", "rslora", "dora", "rsdora-attention", "ia3", "vera", "vera-twin", "oft", "oft-shared")
 SERVED = (None, *NINE)
 """The base's row and those of nine adapters. `NAME-twin...` is the recipe NAME with other random values."""
-EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-IA3 = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"], "task_type": TASK}
-LARGE: Mapping[str, Callable[[], object]] = {
-    "lora": lambda: LoraConfig(r=8, lora_alpha=12, target_modules=EVERY, task_type=TASK),
-    "rslora": lambda: LoraConfig(r=9, lora_alpha=4, use_rslora=True, target_modules=EVERY, task_type=TASK),
-    "dora": lambda: LoraConfig(r=8, lora_alpha=12, use_dora=True, target_modules=EVERY, task_type=TASK),
-    "rsdora-attention": lambda: LoraConfig(
-        r=4, lora_alpha=6, use_dora=True, use_rslora=True, target_modules=EVERY[:4], task_type=TASK
-    ),
-    "ia3": lambda: IA3Config(**IA3),
-    "vera": lambda: VeraConfig(r=16, target_modules=["v_proj", "down_proj"], task_type=TASK),
-    "vera-twin": lambda: VeraConfig(r=16, target_modules=["v_proj", "down_proj"], task_type=TASK),
-    "oft": lambda: OFTConfig(oft_block_size=32, target_modules=EVERY, task_type=TASK),
-    "oft-shared": lambda: OFTConfig(oft_block_size=32, block_share=True, target_modules=EVERY, task_type=TASK),
+REAL: Mapping[str, Config] = {
+    "lora": lora(r=8, lora_alpha=12),
+    "rslora": lora(r=9, lora_alpha=4, use_rslora=True),
+    "dora": lora(r=8, lora_alpha=12, use_dora=True),
+    "rsdora-attention": EXTRA_RECIPES["rsdora-attention"],
+    "ia3": RECIPES["ia3"].config,
+    "vera": vera(target_modules=["v_proj", "down_proj"]).config,
+    "vera-twin": vera(target_modules=["v_proj", "down_proj"]).config,
+    "oft": oft(oft_block_size=32).config,
+    "oft-shared": oft(oft_block_size=32, block_share=True).config,
 }
-"""The nine adapters for a base of real size."""
+"""The configurations of the same nine adapters for a base of real size."""
 
 
 def _tiny_config(name: str, base: str) -> object:
     sites = BASES[base].sites
     recipe = name.partition("-twin")[0]
     return EXTRA_RECIPES[recipe](sites) if recipe in EXTRA_RECIPES else RECIPES[recipe].config(sites)
-
-
-def _drawn_gently(model: torch.nn.Module, seed: int) -> None:
-    """Draw learned values so small that a real model still predicts text."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "magnitude" in name:
-            parameter.data = parameter.data * (1 + 0.1 * noise)
-        elif "ia3_l" in name:
-            parameter.data = 1 + 0.2 * noise
-        elif "vera_lambda" in name:
-            parameter.data = 0.3 * noise
-        elif "lora_A" in name:
-            parameter.data = noise / math.sqrt(parameter.shape[1])
-        else:
-            parameter.data = (0.02 if "oft_R" in name else 0.05) * noise
 
 
 def prompt_of(seed: int, length: int | None = None) -> tuple[int, ...]:
@@ -121,9 +98,9 @@ class Tenants:
         seed = sum(name.encode())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT's advice on options that the tests choose on purpose
-            config = _tiny_config(name, self.tiny) if self.tiny else LARGE[name]()
+            config = _tiny_config(name, self.tiny) if self.tiny else REAL[name](Sites())
             model = get_peft_model(self._load(), config)
-            (draw if self.tiny else _drawn_gently)(model, seed)
+            draw(model, seed, LARGE_DRAWS if self.tiny else SMALL_DRAWS)
             model.save_pretrained(folder)
 
     def artifact(self, name: str, *, tp: int = 1, store: str = "store") -> Path:

@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them: one recipe per method and option, with learned values far from the identity."""
+"""Adapters as PEFT saves them: recipes by method and option, and random learned values away from the identity."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from peft import AdaLoraConfig, IA3Config, LoraConfig, OFTConfig, VeraConfig, get_peft_model
@@ -14,19 +15,22 @@ from tests.support.bases import BASES, Sites, load_base, made_once, write_base
 
 RANK = 4
 TASK = "CAUSAL_LM"
+Config: TypeAlias = Callable[[Sites], object]
+"""Makes a PEFT configuration for the sites of an architecture."""
+Draw: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Returns a learned value, given its initial value and standard normal noise of the same shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A PEFT configuration for an architecture's sites."""
+    """A PEFT configuration and the name of its method in artifacts."""
 
-    config: Callable[[Sites], object]
+    config: Config
     method: str
-    """The method's name in artifacts."""
 
 
-def lora(**options: object) -> Callable[[Sites], object]:
-    """LoRA on every site unless `target_modules` says otherwise."""
+def lora(**options: object) -> Config:
+    """LoRA on every site; `options` override the defaults."""
 
     def config(sites: Sites) -> object:
         chosen = {"r": RANK, "lora_alpha": 6, "target_modules": list(sites.every), "task_type": TASK, **options}
@@ -36,7 +40,7 @@ def lora(**options: object) -> Callable[[Sites], object]:
 
 
 def ia3(inputs: Callable[[Sites], tuple[str, ...]], outputs: Callable[[Sites], tuple[str, ...]]) -> Recipe:
-    """IA3 that scales the inputs of some sites and the outputs of others."""
+    """IA3 that scales the inputs of some sites and the outputs of other sites."""
     return Recipe(
         method="ia3",
         config=lambda sites: IA3Config(
@@ -49,7 +53,7 @@ def ia3(inputs: Callable[[Sites], tuple[str, ...]], outputs: Callable[[Sites], t
 
 
 def vera(**options: object) -> Recipe:
-    """VeRA on the values and the last layer of the MLP: two shapes with one shared pair."""
+    """VeRA on the values and the last layer of the MLP, which share one pair; `options` override the defaults."""
     return Recipe(
         method="vera",
         config=lambda sites: VeraConfig(
@@ -65,7 +69,7 @@ def vera(**options: object) -> Recipe:
 
 
 def oft(**options: object) -> Recipe:
-    """OFT in blocks of 8 on every site."""
+    """OFT in blocks of 8 on every site; `options` override the defaults."""
     return Recipe(
         method="oft",
         config=lambda sites: OFTConfig(
@@ -74,17 +78,14 @@ def oft(**options: object) -> Recipe:
     )
 
 
-def adalora(sites: Sites) -> object:
-    """AdaLoRA whose `r` and final rank differ from the trained rank."""
-    return AdaLoraConfig(
-        init_r=6,
-        target_r=3,
-        lora_alpha=18,
-        total_step=10,
-        target_modules=list(sites.every),
-        fan_in_fan_out=sites.conv1d,
-        task_type=TASK,
-    )
+def adalora(**options: object) -> Config:
+    """AdaLoRA on every site; its rank differs from `init_r` and `target_r`. `options` override the defaults."""
+
+    def config(sites: Sites) -> object:
+        chosen = {"init_r": 6, "target_r": 3, "lora_alpha": 18, "total_step": 10, "task_type": TASK, **options}
+        return AdaLoraConfig(**{"target_modules": list(sites.every), **chosen, "fan_in_fan_out": sites.conv1d})
+
+    return config
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -120,35 +121,65 @@ RECIPES: Mapping[str, Recipe] = {
     "oft-exact": oft(use_cayley_neumann=False),
     "oft-shared": oft(block_share=True, use_cayley_neumann=False),
     "oft-constrained": oft(coft=True, eps=2.0, use_cayley_neumann=False),
-    "adalora": Recipe(config=adalora, method="adalora"),
+    "adalora": Recipe(config=adalora(), method="adalora"),
 }
 
 
-def _drawn(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(parameter.shape, generator=generator)
-    if "magnitude" in name:
-        return parameter * (1 + 0.3 * noise)
-    if "ia3_l" in name:
-        return 1 + 0.3 * noise
-    if "vera_lambda" in name:
-        return 0.5 * noise
-    if "lora_E" in name:
-        return 0.5 + 0.3 * noise
-    return 0.2 * noise
+def normal(deviation: float, *, mean: float = 0.0) -> Draw:
+    """Normal values of a standard deviation around a mean."""
+    return lambda _, noise: mean + deviation * noise
 
 
-def draw(model: torch.nn.Module, seed: int) -> None:
-    """Draw every learned value of a PEFT model: magnitudes and vectors around 1, factors around 0."""
+def relative(deviation: float) -> Draw:
+    """The initial value times `1 + deviation * noise`."""
+    return lambda initial, noise: initial * (1 + deviation * noise)
+
+
+def scaled_by_inputs(deviation: float) -> Draw:
+    """Normal values of the standard deviation `deviation / sqrt(inputs)`, for `(outputs, inputs)`."""
+    return lambda initial, noise: deviation * noise / initial.shape[-1] ** 0.5
+
+
+LARGE_DRAWS: Mapping[str, Draw] = {
+    "magnitude": relative(0.3),
+    "ia3_l": normal(0.3, mean=1),
+    "vera_lambda": normal(0.5),
+    "lora_E": normal(0.3, mean=0.5),
+    "": normal(0.2),
+}
+"""Draws by a part of the parameter's name, for tiny bases: each slot changes the logits visibly."""
+SMALL_DRAWS: Mapping[str, Draw] = {
+    "magnitude": relative(0.1),
+    "ia3_l": normal(0.2, mean=1),
+    "vera_lambda": normal(0.3),
+    "lora_E": normal(0.3, mean=1),
+    "lora_A": scaled_by_inputs(1),
+    "oft_R": normal(0.02),
+    "": normal(0.05),
+}
+"""Draws for real bases, small enough that the logits stay those of a language model."""
+
+
+def draw(model: torch.nn.Module, seed: int, draws: Mapping[str, Draw] = LARGE_DRAWS) -> None:
+    """Draw every trainable parameter of a PEFT model.
+
+    Args:
+        model: The PEFT model, changed in place.
+        seed: The seed of the noise.
+        draws: Draws by a part of the parameter's name; the first match counts, and `""` matches all names.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.data = _drawn(name, parameter.data, generator)
+            noise = torch.randn(parameter.shape, generator=generator)
+            matching = next(each for part, each in draws.items() if part in name)
+            parameter.data = matching(parameter.data, noise)
 
 
 def write_config(config: object, base: str, base_folder: Path, folder: Path, *, seed: int = 5) -> None:
-    """Save an adapter of this configuration, drawn from `seed`, as PEFT saves it."""
+    """Save an adapter of a configuration as PEFT saves it, with values drawn from `seed`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT warns of options that the tests choose deliberately
+        warnings.simplefilter("ignore")  # PEFT warns about options that tests choose on purpose
         model = get_peft_model(load_base(base, base_folder), config)
         draw(model, seed)
         model.save_pretrained(folder)
@@ -156,7 +187,7 @@ def write_config(config: object, base: str, base_folder: Path, folder: Path, *, 
 
 
 def adapter(recipe: str, base: str, bases: Path, adapters: Path) -> Path:
-    """Return the adapter of a recipe on a base, written once under `adapters`."""
+    """Return the folder of a recipe's adapter on a base, written once under `adapters`."""
     base_folder = made_once(bases / base, lambda folder: write_base(base, folder))
     config = RECIPES[recipe].config(BASES[base].sites)
     return made_once(

@@ -42,10 +42,20 @@ def sites_of(shape: ModelShape) -> tuple[DirectoryEntry, ...]:
     )
 
 
+def gemms_of(shape: ModelShape) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+    """Return the name, the inputs and the outputs of the slices of each fused site of a layer.
+
+    >>> gemms_of(LLAMA_8B)[0]
+    ('qkv', 4096, (4096, 1024, 1024))
+    """
+    slices = {gemm: [each for each in shape.projections if each.gemm == gemm] for gemm in shape.gemms}
+    return tuple((gemm, parts[0].inputs, tuple(part.outputs for part in parts)) for gemm, parts in slices.items())
+
+
 def pair_of(
     sites: Sequence[DirectoryEntry], rank: int, dtype: torch.dtype, *, seed: int = 0, pin: bool = False
 ) -> PairWindow:
-    """Return a VeRA pair as wide as the widest site, which PEFT shares among all layers."""
+    """Return a VeRA pair as wide as the widest site; PEFT shares such a pair among all layers."""
     generator = torch.Generator().manual_seed(seed)
     widths = max(site.in_features for site in sites), max(site.out_features for site in sites)
     a, b = (
@@ -66,9 +76,20 @@ def tenant(
     seed: int = 0,
     pin: bool = False,
 ) -> PackedAdapter:
-    """Return a random adapter of one of `METHODS` on all sites; IA3 at the sites of PEFT's defaults: k, v and the MLP.
+    """Return a random adapter whose values are small enough that the model's activations stay finite.
 
-    Values are small enough that activations of a model stay finite. VeRA requires a `pair`.
+    Args:
+        method: One of `METHODS`.
+        sites: The sites to adapt; IA3 adapts those of PEFT's defaults alone: k, v and up.
+        dtype: Dtype of the values.
+        rank: Rank of LoRA, DoRA and AdaLoRA.
+        block: Width of OFT's blocks.
+        pair: VeRA's pair.
+        seed: Seed of the values; the adapter's name is `METHOD-SEED`.
+        pin: Whether the bytes are in pinned memory.
+
+    Raises:
+        ValueError: VeRA without a pair.
     """
     generator = torch.Generator().manual_seed(seed)
 
