@@ -38,7 +38,7 @@ class Diagnostic:
 
     code: Code
     where: str
-    """The site, key or file that it is about."""
+    """The site, key or file that the finding is about."""
     found: str
     expected: str
     next: str = ""
@@ -96,7 +96,7 @@ def fail(code: Code, *, where: str, found: str, expected: str, next: str = "") -
 
 @dataclass(slots=True)
 class Findings:
-    """Collects diagnostics while a stage checks everything it can. Only appending is meant."""
+    """Collects diagnostics while a pass checks everything it can. Diagnostics are appended and never removed."""
 
     diagnostics: list[Diagnostic] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ class Findings:
         self.add(Diagnostic(code=code, where=where, found=found, expected=expected, next=next))
 
     def note(self, code: Code, *, where: str, found: str, expected: str = "", next: str = "") -> None:  # noqa: A002 - the field's name
-        """Record something worth knowing about an adapter that is exact."""
+        """Record a note about an adapter that is exact."""
         self.add(Diagnostic(code=code, where=where, found=found, expected=expected, next=next, severity=Severity.NOTE))
 
     def add(self, diagnostic: Diagnostic) -> None:
