@@ -12,7 +12,7 @@ from typing import cast
 from scute_compile.diagnostics import Code, Findings, ScuteError, fail
 from scute_compile.formats.hub import find_repository, looks_like_id
 from scute_compile.formats.reading import names_in, read_object
-from scute_compile.formats.safetensors import Floats, TensorEntry, read_header, read_rows, read_tensor
+from scute_compile.formats.safetensors import Floats, TensorEntry, read_header, read_tensor
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -63,20 +63,7 @@ class BaseCheckpoint:
             ScuteError: SC403 without weights; SC104 (truncated), SC109 (unreadable), SC110 (dtype).
         """
         stored = self.tensors[key]
-        return read_tensor(self._file(key), stored.entry)
-
-    def read_rows(self, key: str, start: int, stop: int) -> Floats:
-        """Return rows `start` to `stop` of a tensor as float32 (float64 for F64).
-
-        Raises:
-            ScuteError: as for `read_tensor`.
-        """
-        stored = self.tensors[key]
-        return read_rows(self._file(key), stored.entry, start, stop)
-
-    def _file(self, key: str) -> Path:
-        file = self.tensors[key].file
-        if file is None:
+        if stored.file is None:
             fail(
                 Code.SC403,
                 where=f"{self.source}: {key}",
@@ -84,7 +71,7 @@ class BaseCheckpoint:
                 expected="the weights",
                 next="download the base and pass its folder",
             )
-        return file
+        return read_tensor(stored.file, stored.entry)
 
 
 def open_base(source: str, *, weights: bool) -> BaseCheckpoint:

@@ -23,7 +23,7 @@ def names(value: object) -> tuple[str, ...]:
 
 
 def some(items: Iterable[str]) -> str:
-    """Return a few items for a message, with the count of the rest.
+    """List a few items for a message, with the number of those that are left out.
 
     >>> some(["a", "b"])
     '`a`, `b`'
@@ -94,7 +94,7 @@ def check_targets(
         findings.note(
             Code.SC315,
             where="target_modules",
-            found=f"no target_modules; the {len(present)} modules with tensors count",
+            found=f"no target_modules; the {len(present)} modules with tensors are taken as the targets",
             expected="the targets of the training run",
             next="PEFT would take its defaults for the architecture and drop the tensors of other modules",
         )
@@ -118,7 +118,7 @@ def check_targets(
             found=f"{len(missing)} targeted modules of the base have no tensors: {some(missing)}",
             expected=f"tensors for all {len(missing) + len(present)} modules that match",
         )
-    _note_idle_targets(config, (*known, *heads), findings)
+    _note_unmatched_targets(config, (*known, *heads), findings)
 
 
 def _heads_without_tensors(config: Mapping[str, object], heads: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -129,15 +129,16 @@ def _heads_without_tensors(config: Mapping[str, object], heads: Sequence[str], k
     return [path for path in heads if path not in with_tensors and is_targeted(config, path)]
 
 
-def _note_idle_targets(config: Mapping[str, object], modules: Sequence[str], findings: Findings) -> None:
+def _note_unmatched_targets(config: Mapping[str, object], modules: Sequence[str], findings: Findings) -> None:
     if isinstance(config.get("target_modules"), str):
         return
-    idle = [name for name in names(config.get("target_modules")) if not any(ends_with(path, name) for path in modules)]
-    if idle:
+    targets = names(config.get("target_modules"))
+    unmatched = [name for name in targets if not any(ends_with(path, name) for path in modules)]
+    if unmatched:
         findings.note(
             Code.SC208,
             where="target_modules",
-            found=f"{some(idle)} match no linear layer of the base",
+            found=f"{some(unmatched)} match no linear layer of the base",
             expected="names of the base's layers",
             next="PEFT ignores them as well, while another target matches; check that the base is the right one",
         )
