@@ -19,7 +19,7 @@ from tests.kernels.steps import GEMMS, ROWS, Rows, check_delta_rows, gemm_of, in
 
 
 @pytest.mark.parametrize(("number", "bias"), [(0, True), (1, False)])
-def test_the_prefill_kernels_are_the_reference(number: int, bias: bool) -> None:
+def test_the_prefill_kernels_match_the_reference(number: int, bias: bool) -> None:
     check_reference(step_of(ROWS, prefill=True), number, bias=bias)
 
 
@@ -45,7 +45,7 @@ def test_the_shrink_writes_the_scaled_entries_of_every_term(number: int) -> None
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_delta_rows_are_the_reference_below_a_copy_of_x(number: int) -> None:
+def test_delta_rows_match_the_reference(number: int) -> None:
     from scute_compile.runtime_min.step import launch_prefill
 
     check_delta_rows(launch_prefill.rotate, step_of(ROWS, prefill=True), number)
@@ -55,16 +55,16 @@ def test_results_repeat_to_the_bit() -> None:
     check_repeats(prefill=True)
 
 
-def test_more_tokens_of_one_adapter_than_a_tile_holds() -> None:
+def test_more_tokens_than_a_tile_holds_match_the_reference() -> None:
     check_reference(step_of((*(1,) * 70, 6, None, 3), prefill=True), 0)
 
 
 @pytest.mark.parametrize("rows", [(None, None), (2,), (5, None), (3, 4)])
-def test_steps_with_one_kind_of_adapter_only(rows: Rows) -> None:
+def test_steps_with_one_kind_of_adapter_match_the_reference(rows: Rows) -> None:
     check_reference(step_of(rows, prefill=True), 0)
 
 
-def test_a_launch_for_every_step_serves_a_smaller_one_after_a_larger_one() -> None:
+def test_a_smaller_step_after_a_larger_one_matches_the_reference() -> None:
     check_smaller_after_larger(prefill=True)
 
 

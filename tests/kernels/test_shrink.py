@@ -16,7 +16,7 @@ from tests.kernels.steps import GEMMS, ROWS, gemm_of, inputs, step_of, term_of
 
 @cache
 def shrunk(number: int) -> Intermediates:
-    """What the shrink writes for the inputs of one GEMM."""
+    """Return what the shrink writes for the inputs of one GEMM."""
     from scute_compile.runtime_min.step import launch, launch_decode
 
     step = step_of(ROWS, prefill=False)
@@ -59,7 +59,7 @@ def test_runs_of_k_add_up_to_the_scaled_entries_of_shared_pairs(number: int) -> 
             assert not entries[len(term.a) :].any(), "the expand loads whole blocks"
 
 
-def test_more_rows_of_a_shared_pair_than_a_block_holds() -> None:
+def test_more_rows_of_a_pair_than_a_block_holds_match_the_reference() -> None:
     rows = (*(5, 6) * 8, 5, None)
     check_reference(step_of(rows, prefill=False), 1)
 
