@@ -113,8 +113,7 @@ def steps_of(dispatcher: Any) -> EngineSteps | None:
         return None
     if getattr(dispatcher, STEPS, None) is None:
         layers = dispatcher.compilation_config.static_forward_context.values()
-        attachments = (getattr(layer, "attachment", None) for layer in layers)
-        steps_found = (attachment.steps for attachment in attachments if hasattr(attachment, "steps"))
-        setattr(dispatcher, STEPS, next(steps_found, None))
+        steps_found = (getattr(getattr(layer, "attachment", None), "steps", None) for layer in layers)
+        setattr(dispatcher, STEPS, next((found for found in steps_found if found is not None), None))
     steps: EngineSteps | None = getattr(dispatcher, STEPS)
     return steps
