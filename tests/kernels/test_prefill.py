@@ -29,15 +29,15 @@ def test_the_shrink_writes_the_scaled_entries_of_every_term(number: int) -> None
 
     step = step_of(ROWS, prefill=True)
     x, *_ = inputs(number, len(ROWS), bias=False)
-    held = launch.empty_intermediates(x, gemm_of(number), step.buffers, step.features)
-    launch_prefill.shrink(x, held, step.tables, step.buffers, gemm_of(number), step.features)
+    intermediates = launch.empty_intermediates(x, gemm_of(number), step.buffers, step.features)
+    launch_prefill.shrink(x, intermediates, step.tables, step.buffers, gemm_of(number), step.features)
     starts = step.buffers.region("row_h").tolist()
     checked = set()
     for row in range(len(ROWS)):
         for part in range(len(GEMMS[number][1])):
             term = term_of(step, row, number, part)
             if term is not None:
-                entries = held.h[0, part, starts[row] : starts[row] + len(term.a)]
+                entries = intermediates.h[0, part, starts[row] : starts[row] + len(term.a)]
                 d = None if term.d is None else term.d.double()
                 assert_close(entries[None], reference(x[row][None].double(), term.a.double(), d))
                 checked.add(d is None)

@@ -21,14 +21,14 @@ def shrunk(number: int) -> Intermediates:
 
     step = step_of(ROWS, prefill=False)
     x, *_ = inputs(number, len(ROWS), bias=False)
-    held = launch.empty_intermediates(x, gemm_of(number), step.buffers, step.features)
-    launch_decode.shrink(x, held, step.tables, step.buffers, gemm_of(number), step.features)
-    return held
+    intermediates = launch.empty_intermediates(x, gemm_of(number), step.buffers, step.features)
+    launch_decode.shrink(x, intermediates, step.tables, step.buffers, gemm_of(number), step.features)
+    return intermediates
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_runs_of_k_add_up_to_the_entries_of_owned_terms(number: int) -> None:
-    step, held = step_of(ROWS, prefill=False), shrunk(number)
+    step, intermediates = step_of(ROWS, prefill=False), shrunk(number)
     x, *_ = inputs(number, len(ROWS), bias=False)
     items = step.buffers.region("work").view(-1, 4)[: step.features.programs].tolist()
     starts = {row: start for _, row, start, _ in items}
@@ -37,7 +37,7 @@ def test_runs_of_k_add_up_to_the_entries_of_owned_terms(number: int) -> None:
         for part in range(len(GEMMS[number][1])):
             term = term_of(step, row, number, part)
             if term is not None:
-                entries = held.h[:, part, start : start + len(term.a)].sum(0)
+                entries = intermediates.h[:, part, start : start + len(term.a)].sum(0)
                 assert_close(entries[None], reference(x[row][None].double(), term.a.double()))
                 checked += 1
     assert checked >= len(starts)
@@ -45,7 +45,7 @@ def test_runs_of_k_add_up_to_the_entries_of_owned_terms(number: int) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_runs_of_k_add_up_to_the_scaled_entries_of_shared_pairs(number: int) -> None:
-    step, held = step_of(ROWS, prefill=False), shrunk(number)
+    step, intermediates = step_of(ROWS, prefill=False), shrunk(number)
     x, *_ = inputs(number, len(ROWS), bias=False)
     rows = [row for row, adapter in enumerate(ROWS) if adapter in (5, 6)]
     for place, row in enumerate(step.buffers.region("pair_rows")[: len(rows)].tolist()):
@@ -53,7 +53,7 @@ def test_runs_of_k_add_up_to_the_scaled_entries_of_shared_pairs(number: int) -> 
             term = term_of(step, row, number, part)
             assert term is not None
             assert term.d is not None
-            entries = held.hs[part, :, place].sum(0)
+            entries = intermediates.hs[part, :, place].sum(0)
             exact = reference(x[row][None].double(), term.a.double(), term.d.double())
             assert_close(entries[None, : len(term.a)], exact)
             assert not entries[len(term.a) :].any(), "the expand loads whole blocks"
