@@ -6,10 +6,11 @@ The functions of this module are the public API of the compiler, and what the `s
 Importing this module imports neither torch, transformers nor numpy: each function imports what it needs when it is
 called. `check`, `inspect` and `explain` never import torch.
 
->>> import scute_compile as scute
->>> report = scute.compile("adapters/dora", base="base", target=scute.Target(tp=2), store="store")
->>> report.adapters[0].outcome
-'exact'
+Examples:
+    >>> import scute_compile as scute
+    >>> report = scute.compile("adapters/dora", base="base", target=scute.Target(tp=2), store="store")
+    >>> report.adapters[0].outcome
+    'exact'
 """
 
 from __future__ import annotations
@@ -108,12 +109,13 @@ def compile(  # noqa: A001 - the verb of the field, always called as `scute.comp
         ScuteError: SC4xx when the base can't be used and was given or the call has one adapter, SC701 without torch,
             SC703 for a value out of range. Faults of an adapter are in its outcome; `raise_if_refused` raises them.
 
-    >>> import scute_compile as scute
-    >>> report = scute.compile(["adapters/dora", "adapters/vera"], target=scute.Target(tp=2), store="store")
-    >>> for item in report.adapters:
-    ...     print(item.name, item.method, item.outcome, item.artifact)
-    dora dora exact store/dora
-    vera vera exact store/vera
+    Examples:
+        >>> import scute_compile as scute
+        >>> report = scute.compile(["adapters/dora", "adapters/vera"], target=scute.Target(tp=2), store="store")
+        >>> for item in report.adapters:
+        ...     print(item.name, item.method, item.outcome, item.artifact)
+        dora dora exact store/dora
+        vera vera exact store/vera
     """
     from scute_compile.driver.arguments import checked_target, path_of, paths_of
     from scute_compile.driver.compiling import compile_adapters
@@ -152,13 +154,14 @@ def check(
         ScuteError: SC4xx when the base can't be used and was given or the call has one path, SC703 for a value out of
             range. Faults of an adapter are in its outcome; `raise_if_refused` raises them.
 
-    >>> import scute_compile as scute
-    >>> report = scute.check("adapters/vera", base="base", tp=3)
-    >>> report.refused
-    True
-    >>> finding = report.adapters[0].findings[0]
-    >>> finding.code.name, finding.where, finding.expected
-    ('SC501', 'model.layers.0.mlp.down_proj', 'a tp that divides 160')
+    Examples:
+        >>> import scute_compile as scute
+        >>> report = scute.check("adapters/vera", base="base", tp=3)
+        >>> report.refused
+        True
+        >>> finding = report.adapters[0].findings[0]
+        >>> finding.code.name, finding.where, finding.expected
+        ('SC501', 'model.layers.0.mlp.down_proj', 'a tp that divides 160')
     """
     from scute_compile.driver.arguments import path_of, paths_of, requested
     from scute_compile.driver.checking import check_paths
@@ -194,12 +197,13 @@ def inspect(
         ScuteError: the findings that refuse the adapter, faults of the artifact (SC6xx), SC801 when it was compiled for
             other values, SC703 for a value out of range.
 
-    >>> import scute_compile as scute
-    >>> report = scute.inspect("store/vera")
-    >>> report.method.value, report.tp, len(report.sites)
-    ('vera', 2, 4)
-    >>> [(slot.slot, slot.owner.value, slot.route) for slot in report.sites[0].slots if slot.route]
-    [('d', 'adapter', 'in the shrink'), ('e', 'adapter', 'in the expand')]
+    Examples:
+        >>> import scute_compile as scute
+        >>> report = scute.inspect("store/vera")
+        >>> report.method.value, report.tp, len(report.sites)
+        ('vera', 2, 4)
+        >>> [(slot.slot, slot.owner.value, slot.route) for slot in report.sites[0].slots if slot.route]
+        [('d', 'adapter', 'in the shrink'), ('e', 'adapter', 'in the expand')]
     """
     from scute_compile.cli.inspect.report import inspect_path
     from scute_compile.driver.arguments import path_of, requested
@@ -241,10 +245,11 @@ def explain(
         ScuteError: the findings that refuse the adapter, SC4xx for its base, faults of the artifact (SC6xx), SC801 and
             SC703 when it was compiled for other values, SC703 when `site` matches no site.
 
-    >>> import scute_compile as scute
-    >>> report = scute.explain("store/dora", site="*.layers.0.*q_proj")
-    >>> [(note.slot, note.action.value) for note in report.notes]
-    [('e', 'merged'), ('c', 'merged'), ('s', 'planned'), ('s', 'live')]
+    Examples:
+        >>> import scute_compile as scute
+        >>> report = scute.explain("store/dora", site="*.layers.0.*q_proj")
+        >>> [(note.slot, note.action.value) for note in report.notes]
+        [('e', 'merged'), ('c', 'merged'), ('s', 'planned'), ('s', 'live')]
     """
     from scute_compile.cli.explain.report import explain_path
     from scute_compile.driver.arguments import path_of, requested
@@ -274,10 +279,11 @@ def verify(artifact: StrPath, *, adapter: StrPath, base: StrPath | None = None, 
             artifact is for another base, SC701 without torch, transformers and peft. An artifact that differs from PEFT
             is reported, not raised.
 
-    >>> import scute_compile as scute
-    >>> report = scute.verify("store/dora", adapter="adapters/dora", tokens=16)
-    >>> report.passed, report.result.dtype, report.result.tp
-    (True, 'float32', 2)
+    Examples:
+        >>> import scute_compile as scute
+        >>> report = scute.verify("store/dora", adapter="adapters/dora", tokens=16)
+        >>> report.passed, report.result.dtype, report.result.tp
+        (True, 'float32', 2)
     """
     from scute_compile.cli.verify.report import verify_artifact
     from scute_compile.driver.arguments import at_least_one, path_of
@@ -302,10 +308,11 @@ def load_artifact(path: StrPath) -> Artifact:
     Raises:
         ScuteError: SC601 to SC606.
 
-    >>> import scute_compile as scute
-    >>> artifact = scute.load_artifact("store/dora")
-    >>> artifact.manifest.method.value, artifact.manifest.tp, len(artifact.manifest.ranks)
-    ('dora', 2, 2)
+    Examples:
+        >>> import scute_compile as scute
+        >>> artifact = scute.load_artifact("store/dora")
+        >>> artifact.manifest.method.value, artifact.manifest.tp, len(artifact.manifest.ranks)
+        ('dora', 2, 2)
     """
     from scute_compile.driver.arguments import path_of
     from scute_compile.formats.artifact import open_artifact
