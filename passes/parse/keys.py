@@ -18,6 +18,8 @@ class Parameter:
     """The front end's name for it."""
     spellings: tuple[str, ...]
     """The ends of its keys, without the module path: `lora_A.weight`."""
+    axes: tuple[str, ...]
+    """The axes of its tensors, as many as PEFT's: `in` and `out` are the layer's; other names say what they count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,10 +266,10 @@ def _with_lora_bias(site: Site, bias: Ref, c: float) -> Expression:
 LORA = FrontEnd(
     method=Method.LORA,
     parameters=(
-        Parameter(name="lora_A", spellings=("lora_A.weight",)),
-        Parameter(name="lora_B", spellings=("lora_B.weight",)),
-        Parameter(name="lora_B.bias", spellings=("lora_B.bias",)),
-        Parameter(name="magnitude", spellings=("lora_magnitude_vector", "lora_magnitude_vector.weight")),
+        Parameter(name="lora_A", spellings=("lora_A.weight",), axes=("rank", "in")),
+        Parameter(name="lora_B", spellings=("lora_B.weight",), axes=("out", "rank")),
+        Parameter(name="lora_B.bias", spellings=("lora_B.bias",), axes=("out",)),
+        Parameter(name="magnitude", spellings=("lora_magnitude_vector", "lora_magnitude_vector.weight"), axes=("out",)),
     ),
     settings=LoraSettings,
     inert=INERT,

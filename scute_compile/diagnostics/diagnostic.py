@@ -6,12 +6,17 @@ what to do next. `Findings` collects them, so that one run reports every fault a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NoReturn
 
 from scute_compile.diagnostics.codes import Code
+
+
+LONGEST_REASON = 300
+"""Characters of an exception's message that a finding repeats."""
 
 
 class Severity(StrEnum):
@@ -92,6 +97,26 @@ def fail(code: Code, *, where: str, found: str, expected: str, next: str = "") -
         ScuteError: always.
     """
     raise ScuteError([Diagnostic(code=code, where=where, found=found, expected=expected, next=next)])
+
+
+def as_scute_error(error: Exception) -> ScuteError:
+    """Return an exception as diagnostics: any but `ScuteError` is a fault of Scute itself (SC705).
+
+    Raises:
+        Exception: the fault itself, when the environment variable SCUTE_DEBUG is set.
+    """
+    if isinstance(error, ScuteError):
+        return error
+    if os.environ.get("SCUTE_DEBUG"):
+        raise error
+    found = Diagnostic(
+        code=Code.SC705,
+        where=type(error).__name__,
+        found=str(error)[:LONGEST_REASON] or "no message",
+        expected="no exception",
+        next="report it, with the input that causes it",
+    )
+    return ScuteError([found])
 
 
 @dataclass(slots=True)

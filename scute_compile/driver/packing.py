@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scute_compile import __version__
 from scute_compile.base.structure import ModelStructure
-from scute_compile.diagnostics import Code, ScuteError, fail
+from scute_compile.diagnostics import Code, ScuteError, as_scute_error, fail
 from scute_compile.driver.bases import OpenBase
 from scute_compile.formats.fingerprint import content_hash
 from scute_compile.ir.dtypes import DType
@@ -38,7 +38,7 @@ def compile_planned(
         For each adapter its artifact's folder, or the error that refused it.
     """
     try:
-        from scute_compile.pack.pack import Package, pack, read_norms
+        from scute_compile.pack.pack import Norms, Package, pack, read_norms
     except ModuleNotFoundError as error:
         fail(
             Code.SC701,
@@ -63,12 +63,20 @@ def compile_planned(
                 tool=f"scute {__version__}",
             )
         )
-    norms = read_norms(packages, base.checkpoint, partial(advance, "base"))
-    results: list[Path | ScuteError] = []
-    for package, norms_of_package in zip(packages, norms, strict=True):
+
+    def norms_of(some: Sequence[Package]) -> tuple[Norms | ScuteError, ...]:
         try:
-            results.append(pack(package, base.checkpoint, norms_of_package, store))
-        except ScuteError as error:
-            results.append(error)
+            return read_norms(some, base.checkpoint, partial(advance, "base"))
+        except Exception as error:  # noqa: BLE001 - the fault of one adapter must not end the work on others
+            if len(some) == 1:
+                return (as_scute_error(error),)
+            return tuple(norms for package in some for norms in norms_of([package]))
+
+    results: list[Path | ScuteError] = []
+    for package, norms in zip(packages, norms_of(packages), strict=True):
+        try:
+            results.append(norms if isinstance(norms, ScuteError) else pack(package, base.checkpoint, norms, store))
+        except Exception as error:  # noqa: BLE001 - as above
+            results.append(as_scute_error(error))
         advance("adapters", len(results), len(packages))
     return tuple(results)
