@@ -7,12 +7,12 @@ README, section "Format").
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,12 @@ from scute_compile.formats.reading import file_size, opened, parse_object
 from scute_compile.ir.dtypes import BITS, FORMATS
 from scute_compile.ir.expressions import Shape
 
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
 Floats: TypeAlias = npt.NDArray[np.floating]
 """Decoded values: float32, or float64 where the file has float64."""
+Check: TypeAlias = Callable[[npt.NDArray[np.uint8]], None]
 
 HEADER_LIMIT = 100_000_000
 """Largest header in bytes, as the format defines."""
@@ -56,8 +60,12 @@ class TensorEntry:
         return math.prod(self.shape)
 
 
-def read_header(path: Path) -> Mapping[str, TensorEntry]:
+def read_header(path: Path, digest: _Hash | None = None) -> Mapping[str, TensorEntry]:
     """Return the entries of a file by name, in byte order.
+
+    Args:
+        path: The file.
+        digest: Updated with the bytes before the first tensor.
 
     Raises:
         ScuteError: SC103 (Git LFS pointer), SC104 (truncated), SC105 (damaged header), SC109 (unreadable).
@@ -67,6 +75,8 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
         length = header_length(file.read(64), size, str(path))
         file.seek(8)
         raw = read_exactly(file, np.empty(length, np.uint8), path).tobytes()
+    if digest is not None:
+        digest.update(length.to_bytes(8, "little") + raw)
     return parse_header(raw, size, str(path))
 
 
@@ -193,13 +203,21 @@ def decode(raw: bytes | bytearray | memoryview | npt.NDArray[np.uint8], dtype: s
     return stored.astype(np.float32) if dtype == "F16" else stored
 
 
-def read_tensor(path: Path, entry: TensorEntry) -> Floats:
+def read_tensor(path: Path, entry: TensorEntry, check: Check | None = None) -> Floats:
     """Return a whole tensor, decoded, in its shape.
 
+    Args:
+        path: The file.
+        entry: The tensor.
+        check: Called with the stored bytes before they are decoded.
+
     Raises:
-        ScuteError: SC104, SC109 or SC110.
+        ScuteError: SC104, SC109, SC110, and what `check` raises.
     """
-    return decode(_read(path, entry, 0, entry.nbytes), entry.dtype, str(path)).reshape(entry.shape)
+    raw = _read(path, entry, 0, entry.nbytes)
+    if check is not None:
+        check(raw)
+    return decode(raw, entry.dtype, str(path)).reshape(entry.shape)
 
 
 def read_rows(path: Path, entry: TensorEntry, start: int, stop: int) -> Floats:

@@ -6,14 +6,13 @@ what to do next. `Findings` collects them, so that one run reports every fault a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from os import environ
 from typing import NoReturn
 
 from scute_compile.diagnostics.codes import Code
-
 
 LONGEST_REASON = 300
 """Characters of an exception's message that a finding repeats."""
@@ -107,7 +106,7 @@ def as_scute_error(error: Exception) -> ScuteError:
     """
     if isinstance(error, ScuteError):
         return error
-    if os.environ.get("SCUTE_DEBUG"):
+    if environ.get("SCUTE_DEBUG"):
         raise error
     found = Diagnostic(
         code=Code.SC705,

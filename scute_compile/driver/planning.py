@@ -93,7 +93,7 @@ def plan_adapter(
     if base is None:
         try:
             base = bases.open_for(adapter, source)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:
             if alone:
                 raise
             return _refused(source, name or adapter.name, error), None

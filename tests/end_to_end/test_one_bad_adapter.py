@@ -13,7 +13,9 @@ from peft import PeftModel
 from scute_compile import pipeline
 from scute_compile.diagnostics import Code
 from scute_compile.driver import packing
+from scute_compile.formats.fingerprint import content_hash
 from scute_compile.formats.peft_folder import AdapterFolder, open_adapter
+from scute_compile.passes.scan import scan
 from tests.support.bases import load_base
 from tests.support.commands import scute
 from tests.support.damage import Saved
@@ -94,7 +96,6 @@ def test_an_internal_fault_in_one_adapter_is_its_finding(
     import scute_compile as api
 
     monkeypatch.delenv("SCUTE_DEBUG", raising=False)
-    scan = pipeline.scan
 
     def failing(adapter: AdapterFolder, *, hash_files: bool = False) -> object:
         assert adapter.name != "vera", "a fault of the scan"
@@ -122,7 +123,6 @@ def test_a_fault_while_column_norms_are_read_is_that_adapters_finding(
     monkeypatch.delenv("SCUTE_DEBUG", raising=False)
     adapters = [adapter_folder("dora", "llama"), tmp_path / "gone", adapter_folder("lora", "llama")]
     shutil.copytree(adapters[0], adapters[1])
-    content_hash = packing.content_hash
 
     def removing(checkpoint: object) -> object:
         (adapters[1] / "adapter_model.safetensors").unlink(missing_ok=True)
