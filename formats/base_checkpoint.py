@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from scute_compile.diagnostics import Code, Findings, ScuteError, fail
 from scute_compile.formats.hub import find_repository, looks_like_id
-from scute_compile.formats.reading import Identity, identity_of, names_in, read_object, refuse_changed
+from scute_compile.formats.reading import CONFIG_LIMIT, Identity, identity_of, names_in, read_object, refuse_changed
 from scute_compile.formats.safetensors import Floats, TensorEntry, read_header, read_rows, read_tensor
 from scute_compile.formats.samples import Samples
 
@@ -147,7 +147,7 @@ def _open_folder(source: str, path: Path) -> BaseCheckpoint:
     names = names_in(path)
     index = _read_index(path / INDEX) if _indexed(names) else None
     chosen = _weight_files(source, names, index)
-    config = MappingProxyType(read_object(path / CONFIG))
+    config = MappingProxyType(read_object(path / CONFIG, limit=CONFIG_LIMIT))
     findings, headers = Findings(), dict[str, Mapping[str, TensorEntry]]()
     identities = {path / name: identity_of(path / name) for name in chosen}
     for name in chosen:
@@ -176,7 +176,7 @@ def _open_repository(source: str, *, weights: bool) -> BaseCheckpoint:
     chosen = _weight_files(source, names, index)
     if weights or repository.cached is not None:
         return _open_folder(source, repository.download([*small, *chosen]))
-    config = MappingProxyType(read_object(path / CONFIG))
+    config = MappingProxyType(read_object(path / CONFIG, limit=CONFIG_LIMIT))
     tensors = _merge(source, repository.read_headers(chosen), index or {}, None)
     return BaseCheckpoint(source=source, path=path, config=config, tensors=tensors, has_weights=False)
 

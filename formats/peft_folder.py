@@ -13,7 +13,7 @@ from scute_compile.diagnostics import Code, Findings, ScuteError, fail
 from scute_compile.formats.artifact import MANIFEST, is_artifact
 from scute_compile.formats.base_checkpoint import CONFIG as MODEL_CONFIG
 from scute_compile.formats.hub import Repository, find_repository, looks_like_id
-from scute_compile.formats.reading import Identity, exists, identity_of, names_in, read_object
+from scute_compile.formats.reading import CONFIG_LIMIT, Identity, exists, identity_of, names_in, read_object
 from scute_compile.formats.safetensors import TensorEntry, read_header
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _read_folder(source: str, path: Path, name: str) -> AdapterFolder:
 
 def _read_config(path: Path, findings: Findings, digest: _Hash | None = None) -> Mapping[str, object]:
     try:
-        config = read_object(path, digest)
+        config = read_object(path, digest, CONFIG_LIMIT)
     except ScuteError as error:
         findings.diagnostics.extend(error.diagnostics)
         return {}

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 JSON_LIMIT = 100_000_000
 """Largest JSON file that is read, in bytes; safetensors sets the same limit for its header."""
+CONFIG_LIMIT = 16_000_000
+"""Largest configuration that is read, in bytes: three times one with patterns for 45,000 layers."""
 
 
 @contextmanager
@@ -146,21 +148,22 @@ def parse_object(raw: bytes) -> dict[str, object]:
     return value
 
 
-def read_object(path: Path, digest: _Hash | None = None) -> dict[str, object]:
+def read_object(path: Path, digest: _Hash | None = None, limit: int = JSON_LIMIT) -> dict[str, object]:
     """Return the JSON object in a file; a byte order mark is allowed.
 
     Args:
         path: The file.
         digest: Updated with the bytes that were read.
+        limit: The most bytes that the file may have.
 
     Raises:
-        ScuteError: SC108 when the text isn't a JSON object, SC109 when the file can't be read.
+        ScuteError: SC108 when the text isn't a JSON object, SC109 when the file can't be read, SC112 when it is larger.
     """
     with opened(path) as file:
         size = file_size(file)
-        raw = file.readall() if size <= JSON_LIMIT else b""
-    if size > JSON_LIMIT:
-        _no_json(path, f"a file of {size} bytes", f"at most {JSON_LIMIT} bytes of JSON")
+        raw = file.readall() if size <= limit else b""
+    if size > limit:
+        fail(Code.SC112, where=str(path), found=f"a file of {size} bytes", expected=f"at most {limit} bytes of JSON")
     if digest is not None:
         digest.update(raw)
     try:

@@ -31,6 +31,10 @@ Check: TypeAlias = Callable[[npt.NDArray[np.uint8]], None]
 
 HEADER_LIMIT = 100_000_000
 """Largest header in bytes, as the format defines."""
+LONGEST_HEADER = 50_000_000
+MOST_TENSORS = 250_000
+LONGEST_NAME = 1000
+"""Limits of what is read: bytes of a header, its tensors, and the characters of a tensor's name."""
 BLOCK_BYTES = 8 << 20
 
 _LFS = b"version https://git-lfs"
@@ -110,8 +114,10 @@ def parse_header(raw: bytes, size: int, where: str) -> Mapping[str, TensorEntry]
     """Return the entries of a header; `size` is the size of the file in bytes.
 
     Raises:
-        ScuteError: SC104 when the file ends too early, SC105 when the header is damaged.
+        ScuteError: SC104 when the file ends too early, SC105 when the header is damaged, SC112 when it lists more
+            tensors, or longer names, than any real file.
     """
+    _check_limits(raw, where)
     if raw[:1] != b"{":
         _damaged(where, f"a header that begins with {raw[:16]!r}", "a JSON object, which begins with '{'")
     try:
@@ -139,6 +145,18 @@ def parse_header(raw: bytes, size: int, where: str) -> Mapping[str, TensorEntry]
     return MappingProxyType(ordered)
 
 
+def _check_limits(raw: bytes, where: str) -> None:
+    """Refuse headers larger than any real one before they are parsed: 90,000 tensors take 15 MB."""
+    count = raw.count(b'"data_offsets"')
+    if len(raw) > LONGEST_HEADER or count > MOST_TENSORS:
+        fail(
+            Code.SC112,
+            where=where,
+            found=f"a header of {len(raw)} bytes and {count} tensors",
+            expected=f"at most {LONGEST_HEADER} bytes and {MOST_TENSORS} tensors",
+        )
+
+
 def _check_metadata(value: object, where: str) -> None:
     if value is None or (isinstance(value, dict) and all(isinstance(item, str) for item in value.values())):
         return
@@ -147,6 +165,8 @@ def _check_metadata(value: object, where: str) -> None:
 
 def _entry(name: str, value: object, start: int, where: str) -> TensorEntry:
     here = f"{where}: {name}"
+    if len(name) > LONGEST_NAME:
+        fail(Code.SC112, where=here, found=f"a name of {len(name)} characters", expected=f"at most {LONGEST_NAME}")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         _damaged(here, f"an entry {_brief(value)}", "an object with exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]

@@ -115,7 +115,7 @@ def check_prefix(raw_paths: Iterable[str], findings: Findings) -> bool:
         raw_paths: raw module paths, all of which match the base.
         findings: receives SC303, SC304 and SC306.
     """
-    raws = tuple(raw_paths)
+    raws = dict.fromkeys(raw_paths)
     bare = [raw for raw in raws if not raw.startswith(PREFIX)]
     twice = [raw for raw in bare if PREFIX + raw in raws]
     for raw in twice:

@@ -16,7 +16,7 @@ from scute_compile.ir.program import Factor, Owner, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.settings import Bias, Settings
-from scute_compile.passes.parse.targets import is_targeted
+from scute_compile.passes.parse.targets import Targets
 
 
 class VeraSettings(Settings):
@@ -116,10 +116,9 @@ def _regenerated(checkpoint: Checkpoint, vera: VeraSettings, rank: int) -> tuple
 
 def _largest(checkpoint: Checkpoint) -> tuple[int, int]:
     """Return the most inputs and the most outputs of the targeted layers; 0 where they are unknown."""
+    targets = Targets(checkpoint.config)
     matched = [
-        linear
-        for path, linear in checkpoint.structure.linears.items()
-        if is_targeted(checkpoint.config, checkpoint.trained_name(path))
+        linear for path, linear in checkpoint.structure.linears.items() if targets.match(checkpoint.trained_name(path))
     ]
     matched = matched or [checkpoint.linear(path) for path in checkpoint.modules]
     return max(linear.in_features for linear in matched), max(linear.out_features for linear in matched)
