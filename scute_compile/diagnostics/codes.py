@@ -53,6 +53,18 @@ class Code(Enum):
         "The operating system refused to read or write a file or a folder.",
     )
     SC110 = ("a tensor's dtype is not served", "Adapters and bases hold float32, bfloat16, float16 or float64 numbers.")
+    SC111 = (
+        "a file changed while it was read",
+        "An adapter is planned from one reading of its files and packed from another, and the base is read between "
+        "the two. A file had other bytes later than at first, so nothing was written for it.",
+        "wait until whatever writes the file is done, and run the command again",
+    )
+    SC112 = (
+        "the input exceeds a limit",
+        "Sizes have limits that no real adapter or base reaches, so that a crafted file can't use up time or memory. "
+        "The message gives the limit.",
+        "report it, if the file is a real one",
+    )
     SC201 = (
         "not a PEFT configuration",
         "`adapter_config.json` has no `peft_type`. Other programs use the same file name for their own settings.",
