@@ -237,7 +237,6 @@ def _weight_files(source: str, names: tuple[str, ...], index: Mapping[str, str] 
             where=source,
             found=f"{', '.join(pickles[:4])}, which can run code while loading; not opened",
             expected="safetensors weights",
-            next="convert the base: load it with transformers where you trust it, and call save_pretrained",
         )
     return shards
 

@@ -141,7 +141,6 @@ def _check_files(source: str, names: tuple[str, ...], subfolders: tuple[str, ...
             where=source,
             found=f"{PICKLE} is a pickle, which can run code while it loads; it was not opened",
             expected=WEIGHTS,
-            next="load it where it was made and save it with `save_pretrained(..., safe_serialization=True)`",
         )
     elif WEIGHTS not in names:
         findings.error(
@@ -197,7 +196,6 @@ def _read_folder(source: str, path: Path, name: str) -> AdapterFolder:
                 where=str(path / WEIGHTS),
                 found=f"no tensors in a file of {(path / WEIGHTS).stat().st_size} bytes",
                 expected="the adapter's tensors",
-                next="save the adapter again; gather sharded weights (ZeRO-3, FSDP) before saving",
             )
     findings.raise_if_errors()
     return AdapterFolder(
@@ -229,6 +227,5 @@ def _read_config(path: Path, findings: Findings, digest: _Hash | None = None) ->
             found=("no peft_type" if method is None else f"the peft_type {method!r:.60}")
             + f" (it has {keys}{'; this resembles a file of ' + program if program else ''})",
             expected="a PEFT configuration, whose peft_type names the method",
-            next="pass the folder that PEFT's `save_pretrained` wrote",
         )
     return MappingProxyType(config)

@@ -96,7 +96,6 @@ def header_length(start: bytes, size: int, where: str) -> int:
             where=where,
             found=f"a Git LFS pointer of {size} bytes instead of the file",
             expected="the safetensors file",
-            next="run `git lfs pull` in the clone, or download the files again",
         )
     if size <= 8 or len(start) < 8:
         _truncated(where, size, "more than 8 bytes: the header's length and the header")
@@ -321,7 +320,6 @@ def _truncated(where: str, size: int, expected: str) -> NoReturn:
         where=where,
         found=f"a truncated file of {size} bytes",
         expected=expected,
-        next="copy or download the file again, or save it again",
     )
 
 
@@ -331,5 +329,4 @@ def _damaged(where: str, found: str, expected: str) -> NoReturn:
         where=where,
         found=found,
         expected=expected,
-        next="the file is damaged or not a safetensors file: copy, download or save it again",
     )

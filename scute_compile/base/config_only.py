@@ -96,7 +96,7 @@ def _state(config_path: Path) -> Mapping[str, torch.Tensor]:
         try:
             with torch.device("meta"):
                 return _saved_state(kind.from_config(config, trust_remote_code=False))
-        except Exception as error:  # noqa: BLE001 - any of hundreds of model classes meets a user's configuration here
+        except Exception as error:  # noqa: BLE001 - one of hundreds of model classes reads a user's configuration
             reason = error
     raise _unbuildable(config_path, reason)
 

@@ -50,7 +50,7 @@ class Diagnostic:
 
     code: Code
     where: str
-    """The site, key or file that it is about."""
+    """The site, key or file that the finding is about."""
     found: str
     expected: str
     next: str = ""
@@ -128,9 +128,9 @@ def as_scute_error(error: Exception) -> ScuteError:
 
 @dataclass(slots=True)
 class Findings:
-    """Collects diagnostics while a stage checks everything it can. Only appending is meant.
+    """Collects diagnostics while a pass checks everything it can. Diagnostics are appended and never removed.
 
-    Of one code and severity the first `LISTED` are kept, and the others are counted in one diagnostic more. Iterating
+    Of one code and severity the first `LISTED` are kept, and the others are counted in one more diagnostic. Iterating
     gives both.
     """
 
@@ -146,7 +146,7 @@ class Findings:
         self.add(Diagnostic(code=code, where=where, found=found, expected=expected, next=next))
 
     def note(self, code: Code, *, where: str, found: str, expected: str = "", next: str = "") -> None:  # noqa: A002 - the field's name
-        """Record something worth knowing about an adapter that is exact."""
+        """Record a note about an adapter that is exact."""
         self.add(Diagnostic(code=code, where=where, found=found, expected=expected, next=next, severity=Severity.NOTE))
 
     def add(self, diagnostic: Diagnostic) -> None:

@@ -88,8 +88,9 @@ def test_full_names_as_targets_and_patterns_of_many_layers(base_folder: Folder, 
     names = [f"model.layers.{layer}.mlp.part{part}.up_proj" for layer in range(60) for part in range(100)]
     base = write(tmp_path / "base", {f"{name}.weight": (4, 4) for name in names}, "model.safetensors")
     (base / "config.json").write_bytes((base_folder("llama") / "config.json").read_bytes())
-    patterns = {"rank_pattern": dict.fromkeys(names, 1), "alpha_pattern": dict.fromkeys(names, 3.0)}
-    folder = write(tmp_path / "adapter", factors(names, 4), target_modules=names, **patterns)
+    ranks, alphas = dict.fromkeys(names, 1), dict.fromkeys(names, 3.0)
+    shapes = factors(names, 4)
+    folder = write(tmp_path / "adapter", shapes, target_modules=names, rank_pattern=ranks, alpha_pattern=alphas)
     assert [finding["code"] for finding in checked(folder, base)] == ["SC314"]
 
 
