@@ -109,8 +109,8 @@ class Code(Enum):
     SC209 = (
         "a pattern can't be matched in bounded time",
         "Patterns have the meaning that Python's `re` gives them, but an automaton of bounded size matches them, so no "
-        "pattern takes exponential time or memory. Back-references, atomic groups, possessive repeats and patterns "
-        "that expand to very many states are refused.",
+        "pattern takes exponential time or memory. Back-references, atomic groups, possessive repeats, repeats inside "
+        "repeated groups (on which PEFT itself may never end) and patterns of very many states are refused.",
         "replace the pattern with a list of module names",
     )
     SC210 = (
