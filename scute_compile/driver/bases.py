@@ -86,9 +86,10 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
             for key, stored in checkpoint.tensors.items()
         }
     else:
-        from scute_compile.base.config_only import structure_tensors
+        from scute_compile.base.config_only import check_counts, structure_tensors
 
         if checkpoint.path is None:
             raise AssertionError(source)
+        check_counts(checkpoint.config, source)
         tensors = dict(structure_tensors(checkpoint.path / "config.json"))
     return OpenBase(checkpoint=checkpoint, structure=build_structure(checkpoint.config, tensors))

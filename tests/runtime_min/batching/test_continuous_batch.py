@@ -208,9 +208,9 @@ def test_requests_that_can_never_be_served_are_refused(make: Make) -> None:
         batch.step()
         assert batch.max_request_tokens == 48
         assert_refused("SC802", "unknown", lambda: batch.submit(request("unknown", 4, 6)))
-        assert_refused("SC807", "41 prompt tokens and 8 new ones", lambda: batch.submit(request("lora", 41, 8)))
+        assert_refused("SC807", "41 prompt tokens and 8 new tokens", lambda: batch.submit(request("lora", 41, 8)))
         assert_refused("SC807", "0 prompt tokens", lambda: batch.submit(Request(prompt=())))
-        assert_refused("SC807", "0 new ones", lambda: batch.submit(request("lora", 4, 0)))
+        assert_refused("SC807", "0 new tokens", lambda: batch.submit(request("lora", 4, 0)))
         assert_refused("SC807", "among them token 128", lambda: batch.submit(Request(prompt=(3, 128))))
         longest = batch.submit(request("lora", 40, 8))
         list(batch.run())

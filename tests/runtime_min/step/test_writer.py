@@ -8,7 +8,7 @@ import torch
 from scute_compile.base.shapes import gated_shape
 from scute_compile.diagnostics import Code, ScuteError
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
-from scute_compile.runtime_min.step.writer import DECODE_ROWS, StepLimits, StepWriter
+from scute_compile.runtime_min.step.writer import DECODE_ROWS_PER_ADAPTER, StepLimits, StepWriter
 from tests.support.drawn_adapters import pair_of, sites_of, tenant
 
 SITES = sites_of(gated_shape("small", layers=1, hidden=64, kv=32, mlp=128))
@@ -32,8 +32,8 @@ def test_many_rows_of_one_adapter_are_a_prefill_step_unless_the_form_is_fixed(fi
     writer = writer_of(fixed=fixed)
     writer.hold(["ia3"])
     for names, prefill in (
-        (["ia3"] * DECODE_ROWS + [None] * 8, False),
-        (["ia3"] * (DECODE_ROWS + 1), not fixed),
+        (["ia3"] * DECODE_ROWS_PER_ADAPTER + [None] * 8, False),
+        (["ia3"] * (DECODE_ROWS_PER_ADAPTER + 1), not fixed),
         ([None] * 32, False),
         ([None] * 33, True),
     ):
