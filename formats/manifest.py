@@ -30,9 +30,11 @@ FORMAT: Literal["scute.artifact"] = "scute.artifact"
 MAJOR, MINOR = 2, 0
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
 
+LARGEST = 2**63 - 1
+"""The largest whole number in a manifest."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Range = tuple[Count, Count]
 RankRanges = Annotated[tuple[Range, ...], Field(min_length=1)]
 
