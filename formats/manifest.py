@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from scute_compile.formats.reading import parse_object
 from scute_compile.ir.dtypes import DType
@@ -196,6 +196,17 @@ class Manifest(Record):
     bytes: ByteCounts
     notes: tuple[Mapping[str, JsonValue], ...]
     findings: tuple[Mapping[str, JsonValue], ...]
+
+    @field_validator("notes", "findings")
+    @classmethod
+    def numbers_are_bounded(cls, records: tuple[Mapping[str, JsonValue], ...]) -> tuple[Mapping[str, JsonValue], ...]:
+        pending: list[object] = list(records)
+        while pending:
+            value = pending.pop()
+            if isinstance(value, int) and value > LARGEST:
+                raise ValueError(f"a number above {LARGEST}")
+            pending.extend(value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ())
+        return records
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Manifest:
