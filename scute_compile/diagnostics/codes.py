@@ -93,8 +93,9 @@ class Code(Enum):
     )
     SC206 = (
         "the initialisation changed the base",
-        "PiSSA, OLoRA, CorDA and LoftQ change the base weights when training starts. Applied to the original base as "
-        "plain LoRA, the adapter would not compute what was trained.",
+        "PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base weights when training starts, and an unknown "
+        "initialisation may. Applied to the original base as plain LoRA, the adapter would not compute what was "
+        "trained.",
     )
     SC207 = (
         "the scale is unknown",
