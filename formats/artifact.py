@@ -196,7 +196,6 @@ def _refuse_version(path: Path, found: str) -> NoReturn:
         where=str(path),
         found=found,
         expected=f"version {SCHEMA_VERSION}, or a newer minor version without new fields",
-        next="update scute, or compile the adapter again with this version",
     )
 
 
@@ -238,7 +237,6 @@ def _check_rank(artifact: Artifact, rank: int, record: RankFile, findings: Findi
             where=where,
             found=f"sha256 {found}",
             expected=f"sha256 {record.sha256}",
-            next="the file was changed or damaged: copy the artifact again, or compile the adapter again",
         )
         return
     layout = file_layout(artifact.manifest.sites, rank, artifact.manifest.dtype)
@@ -264,7 +262,6 @@ def check_factor(store: Path, factor: FactorFile, name: str, findings: Findings,
             where=where,
             found=f"`{FACTORS}` is a symbolic link",
             expected="a folder of the store",
-            next="copy the store without links",
         )
         return
     if not _check_file(path, None, Code.SC606, where, findings):
@@ -291,7 +288,6 @@ def _check_file(path: Path, size: int | None, code: Code, where: str, findings: 
             where=where,
             found="a symbolic link",
             expected="a regular file",
-            next="copy the store without links",
         )
     elif not path.is_file():
         findings.error(

@@ -31,7 +31,7 @@ def site_record(site: Site, hash_of: HashOf) -> SiteRecord:
         name=site.name,
         in_features=linear.in_features,
         out_features=linear.out_features,
-        gemm=linear.gemm or site.name,
+        gemm=linear.fused_site,
         split=linear.split,
         inputs=cut.inputs,
         outputs=cut.outputs,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from scute_compile.base.structure import ModelStructure
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.expressions import width
-from scute_compile.ir.linear import Linear, TermCut
+from scute_compile.ir.linear import TermCut
 from scute_compile.ir.program import Action, Note, Owner, Program, Route, RouteChoice, Site, Stage
 from scute_compile.ir.target import Workload
 from scute_compile.passes.context import Context
@@ -55,7 +55,7 @@ def route(program: Program, context: Context) -> Program:
     notes: list[Note] = []
     for site in program.sites:
         choices: list[RouteChoice] = []
-        for live in _live_slots(site, gemms[_gemm(site.linear)], dtype, program.target.workload):
+        for live in _live_slots(site, gemms[site.linear.fused_site], dtype, program.target.workload):
             choice, note = _choose(site, live, program.target.workload)
             choices.append(choice)
             notes.append(note)
@@ -129,14 +129,10 @@ def _why(live: _LiveSlot, chosen: Cost, cheapest: Cost, workload: Workload) -> s
 def _gemms(program: Program, structure: ModelStructure) -> Mapping[str, tuple[Site, ...]]:
     found: dict[str, dict[str, Site]] = defaultdict(dict)
     for linear in structure.linears.values():
-        found[_gemm(linear)][linear.name] = Site(linear=linear)
+        found[linear.fused_site][linear.name] = Site(linear=linear)
     for site in program.sites:
-        found[_gemm(site.linear)][site.name] = site
+        found[site.linear.fused_site][site.name] = site
     return {gemm: tuple(members.values()) for gemm, members in found.items()}
-
-
-def _gemm(linear: Linear) -> str:
-    return linear.gemm or linear.name
 
 
 def _shape(site: Site, dtype: DType) -> SiteShape:

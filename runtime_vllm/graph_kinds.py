@@ -9,7 +9,7 @@ knows the adapters of that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -113,7 +113,8 @@ def steps_of(dispatcher: Any) -> EngineSteps | None:
         return None
     if getattr(dispatcher, STEPS, None) is None:
         layers = dispatcher.compilation_config.static_forward_context.values()
-        steps_found = (getattr(getattr(layer, "attachment", None), "steps", None) for layer in layers)
-        setattr(dispatcher, STEPS, next((found for found in steps_found if found is not None), None))
+        attachments: Iterator[Any] = (getattr(layer, "attachment", None) for layer in layers)
+        steps_found = (attachment.steps for attachment in attachments if hasattr(attachment, "steps"))
+        setattr(dispatcher, STEPS, next(steps_found, None))
     steps: EngineSteps | None = getattr(dispatcher, STEPS)
     return steps

@@ -1,7 +1,7 @@
 """Scute: an adapter compiler for PEFT checkpoints.
 
-The functions of this module are the public API of the compiler, and what the `scute` command calls. Serving is
-`scute_compile.runtime_min`.
+The functions of this module are the public API of the compiler; the `scute` command calls them too. The runtime that
+serves artifacts is `scute_compile.runtime_min`.
 
 Importing this module imports neither torch, transformers nor numpy: each function imports what it needs when it is
 called. `check`, `inspect` and `explain` never import torch.
@@ -232,11 +232,12 @@ def explain(
         base: the base model, a folder or a Hub id. None: the base that the adapter's configuration names; an artifact
             needs none.
         tp: tensor-parallel ranks. None: 1 for an adapter, the manifest's for an artifact.
-        lora_sharding: layout of the low-rank terms, `default` or `full`. None: likewise.
+        lora_sharding: layout of the low-rank terms, `default` or `full`. None: `default` for an adapter, the
+            manifest's for an artifact.
         site: a pattern with `*` and `?`; only sites whose whole name matches. None: all sites.
         tenants: distinct adapters in the decode step that routes are priced for. None: 16 for an adapter, the
             manifest's for an artifact.
-        tokens: rows in that step. None: likewise.
+        tokens: rows in that step. None: 16 for an adapter, the manifest's for an artifact.
 
     Returns:
         The notes of the passes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scute_compile.base.rerooting import Rerooting, reroot
+from scute_compile.base.rerooting import Rerooting, after, join, reroot
 from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Code, Findings
 from scute_compile.passes.parse.front_end import Tensors
@@ -35,26 +35,6 @@ class Root:
         """Return the path that a base module had when the adapter was trained; a wrapper's prefix is not part of it."""
         rest = after(path, self.added) if self.added else None
         return path if rest is None else join(module_path(f"{self.dropped}.").rstrip("."), rest)
-
-
-def after(path: str, prefix: str) -> str | None:
-    """Return what follows `prefix` and a dot, or None when `path` doesn't begin with them.
-
-    >>> after("a.b.c", "a.b"), after("a.b", ""), after("ab.c", "a")
-    ('c', 'a.b', None)
-    """
-    if not prefix:
-        return path
-    return path[len(prefix) + 1 :] if path.startswith(f"{prefix}.") else None
-
-
-def join(prefix: str, rest: str) -> str:
-    """Return `prefix.rest`, or `rest` when the prefix is empty.
-
-    >>> join("", "b"), join("a", "b")
-    ('b', 'a.b')
-    """
-    return f"{prefix}.{rest}" if prefix else rest
 
 
 def find_root(

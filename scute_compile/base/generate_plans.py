@@ -17,7 +17,7 @@ from scute_compile.base.heads import is_output_head
 from scute_compile.base.transformers_plan import CONFIG_FIELDS, DATA
 
 _DEPTH = 8
-"""How many levels of base classes are followed, so that classes that inherit from each other end."""
+"""The most levels of base classes that are followed, so that a cycle of classes ends."""
 
 
 def read_transformers() -> dict[str, object]:
@@ -70,7 +70,7 @@ def _architectures(folder: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
     for path in sorted(folder.glob("configuration_*.py")):
         classes = _classes(path)
         for node in classes.values():
-            model_type = _own_literals(node).get("model_type")
+            model_type = _class_literals(node).get("model_type")
             if isinstance(model_type, str) and model_type:
                 yield model_type, _with_bases(node, classes)
 
@@ -85,7 +85,7 @@ def _tied_heads(folder: Path) -> Iterator[str]:
     """Yield the output heads that the folder's model classes tie to another weight."""
     for path in sorted(folder.glob("modeling_*.py")):
         for node in _classes(path).values():
-            tied = _own_literals(node).get("_tied_weights_keys")
+            tied = _class_literals(node).get("_tied_weights_keys")
             keys = tied if isinstance(tied, dict | list) else ()
             for key in keys:
                 module, _, parameter = str(key).rpartition(".")
@@ -104,11 +104,11 @@ def _with_bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], depth: 
     for parent in reversed(node.bases):
         if isinstance(parent, ast.Name) and parent.id in classes and depth < _DEPTH:
             found.update(_with_bases(classes[parent.id], classes, depth + 1))
-    found.update(_own_literals(node))
+    found.update(_class_literals(node))
     return found
 
 
-def _own_literals(node: ast.ClassDef) -> dict[str, object]:
+def _class_literals(node: ast.ClassDef) -> dict[str, object]:
     found: dict[str, object] = {}
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":

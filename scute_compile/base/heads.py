@@ -15,11 +15,11 @@ from scute_compile.base.transformers_plan import tied_heads
 _MODELS = r"(?:(?:base_model|module|model|language_model|text_model|transformer|decoder|llm)\.)*"
 
 _HEAD = re.compile(
-    # names that mean nothing else, wherever they stand
+    # names that denote a head wherever they occur
     r"(?:.*\.)?(?:lm_head|embed_out|generator_lm_head|vocab_projector|lm_loss|score|classifier|qa_outputs)"
     # heads of masked language models: a transformation, then the projection
     r"|(?:.*\.)?(?:predictions|lm_head|mlm_score|head)\.decoder|(?:.*\.)?lm_head\.out_proj|(?:.*\.)?pred_layer\.proj"
-    # ordinary words, which mean a head only directly below a whole model
+    # common words, which denote a head only directly below a whole model
     rf"|{_MODELS}(?:output|output_layer|output_projection|proj_out|head|decoder)"
 )
 _TOKENS = re.compile(

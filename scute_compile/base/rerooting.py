@@ -79,19 +79,39 @@ def reroot(paths: Iterable[str], known: Collection[str]) -> Rerooting | Unrooted
     if all(path in names for path in wanted):
         return Rerooting(mapping=MappingProxyType({path: path for path in wanted}), dropped="", added="")
     found: dict[str, Rerooting] = {}
-    for dropped, added in _pairs(wanted[0], names):
-        if _joined(added, _rest(wanted[0], dropped)) in found:
+    for name, dropped, added in _candidates(wanted[0], names):
+        if name in found:
             continue  # the same mapping under longer prefixes
         mapping = _mapping(wanted, dropped, added, names)
         if mapping is not None:
-            found[mapping[wanted[0]]] = Rerooting(mapping=mapping, dropped=dropped, added=added)
+            found[name] = Rerooting(mapping=mapping, dropped=dropped, added=added)
     if len(found) == 1:
         return next(iter(found.values()))
     return Unrooted(candidates=tuple((rerooting.dropped, rerooting.added) for rerooting in found.values()))
 
 
-def _pairs(path: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield every (dropped, added) that turns `path` into a known name, fewest dropped segments first."""
+def after(path: str, prefix: str) -> str | None:
+    """Return what follows `prefix` and a dot, or None when `path` doesn't begin with them.
+
+    >>> after("a.b.c", "a.b"), after("a.b", ""), after("ab.c", "a")
+    ('c', 'a.b', None)
+    """
+    if not prefix:
+        return path
+    return path[len(prefix) + 1 :] if path.startswith(f"{prefix}.") else None
+
+
+def join(prefix: str, rest: str) -> str:
+    """Return `prefix.rest`, or `rest` when the prefix is empty.
+
+    >>> join("", "b"), join("a", "b")
+    ('b', 'a.b')
+    """
+    return f"{prefix}.{rest}" if prefix else rest
+
+
+def _candidates(path: str, known: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield `(name, dropped, added)` for each known name that a change of prefix makes of `path`, short drops first."""
     segments = path.split(".")
     for cut in range(_kept_from(segments) + 1):
         rest = ".".join(segments[cut:])
@@ -100,7 +120,7 @@ def _pairs(path: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
                 continue
             added = name[: -len(rest) - 1] if name != rest else ""
             if not any(segment.isdigit() for segment in added.split(".")):
-                yield ".".join(segments[:cut]), added
+                yield name, ".".join(segments[:cut]), added
 
 
 def _kept_from(segments: list[str]) -> int:
@@ -111,22 +131,12 @@ def _kept_from(segments: list[str]) -> int:
     return len(segments) - 1
 
 
-def _rest(path: str, dropped: str) -> str:
-    return path[len(dropped) + 1 :] if dropped else path
-
-
-def _joined(prefix: str, rest: str) -> str:
-    return f"{prefix}.{rest}" if prefix else rest
-
-
 def _mapping(paths: tuple[str, ...], dropped: str, added: str, known: Collection[str]) -> Mapping[str, str] | None:
-    """Return every path's name in the base, or None when one doesn't match."""
+    """Return every path's name in the base, or None when a path doesn't match."""
     mapping = {}
     for path in paths:
-        if dropped and not path.startswith(dropped + "."):
+        rest = after(path, dropped)
+        if rest is None or join(added, rest) not in known:
             return None
-        name = _joined(added, _rest(path, dropped))
-        if name not in known:
-            return None
-        mapping[path] = name
+        mapping[path] = join(added, rest)
     return MappingProxyType(mapping)

@@ -1,4 +1,4 @@
-"""Finds the part of a nested configuration that describes a module: a multimodal model has one per model inside it.
+"""Finds the part of a nested configuration that describes a module: a multimodal configuration has one for each model.
 
 A text model's plan and heads must not be applied to a vision tower whose layers have the same names.
 """
@@ -19,7 +19,7 @@ _NONE: Config = MappingProxyType({})
 _TOWERS = (
     (re.compile(r"vi(sion|sual|t)(_\w+)?|image_\w+|img_\w+"), "vision_config"),
     (re.compile(r"(audio|speech)(_\w+)?"), "audio_config"),
-    # What joins a tower to the text model has no heads, and no plan that an engine shares.
+    # The connector of a tower and the text model has no heads, and no plan that engines follow.
     (re.compile(r"multi_?modal_\w+|mm_\w+|\w*projector|aligner|connector\w*|adapter|embed_(vision|audio)"), ""),
 )
 _SPELLINGS = {
@@ -50,7 +50,7 @@ class Scope:
         """Return a field that is a positive whole number, or its default in transformers, or None."""
         names = _SPELLINGS.get(field, (field,))
         given = [self.config[name] for name in names if self.config.get(name) is not None]
-        # A field that is present and null takes what the model derives from others, not the class's default.
+        # For a null field the model derives the value from other fields; the class's default doesn't apply.
         if not given and not any(name in self.config for name in names):
             given = [config_default(self.model_type, name) for name in names if name in CONFIG_FIELDS]
         return next((n for n in given if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
@@ -68,7 +68,7 @@ def model_type_of(config: Config) -> str:
 
 
 def text_scope(config: Config) -> Scope:
-    """Return the scope of the text model: the nested text configuration if there is one, otherwise the whole."""
+    """Return the scope of the text model: the nested text configuration, or the whole one if none is nested."""
     for key in _TEXT:
         if isinstance(inner := config.get(key), Mapping):
             return Scope(model_type=model_type_of(inner) or f"{model_type_of(config)}_text", config=inner)

@@ -143,7 +143,7 @@ def shape_of(structure: ModelStructure) -> ModelShape:
     for name, linear in structure.linears.items():
         if name in structure.embeddings:
             continue
-        gemm = linear.gemm or name
+        gemm = linear.fused_site
         layer, path = _split_layer(name)
         everything.append(Projection(name=name, inputs=linear.in_features, outputs=linear.out_features, gemm=gemm))
         inner = gemm.removeprefix(f"{layer}.")

@@ -98,7 +98,7 @@ def _is_norm(path: str) -> bool:
 
 
 def _is_of_experts(path: str, keys: Sequence[str]) -> bool:
-    """Return whether a layer is an expert's, or the router's of a block with experts; one kernel computes both."""
+    """Return whether a layer is part of an expert or routes to experts; engines compute both in one kernel."""
     parent, _, name = path.rpartition(".")
     router = name in {"gate", "router"} and bool(_below(keys, f"{parent}.experts."))
     return ".experts." in f".{path}." or router
@@ -273,7 +273,7 @@ def _input_product(linear: Linear, scope: Scope, linears: Mapping[str, Linear], 
 
 
 def _dtype(config: Config, refs: Iterable[Ref]) -> DType:
-    """Return the dtype of most entries; of the configuration when there are no tensors."""
+    """Return the dtype of most entries, or the configuration's dtype when there are no tensors."""
     by_code = {dtype.code: dtype for dtype in DType}
     entries: Counter[DType] = Counter()
     for ref in refs:

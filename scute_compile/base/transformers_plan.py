@@ -1,7 +1,7 @@
-"""What transformers says about architectures: tensor-parallel plans, defaults of configurations, names of tied heads.
+"""Data about architectures, taken from transformers: tensor-parallel plans, configuration defaults, tied heads.
 
-The data is `transformers_plans.json`, which `python -m scute_compile.base.generate_plans` takes from an installed
-transformers. Planning therefore needs no transformers, and gives the same answer whichever release is installed.
+`python -m scute_compile.base.generate_plans` writes `transformers_plans.json` from an installed transformers. Planning
+therefore needs no transformers, and doesn't depend on the installed release.
 """
 
 from __future__ import annotations

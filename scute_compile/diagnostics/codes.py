@@ -38,7 +38,7 @@ class Code(Enum):
         "A safetensors file begins with eight bytes that give the header's length, and a JSON header that lists the "
         "tensors without gaps or overlaps. This file breaks one of these rules: it is damaged, or is not a safetensors "
         "file.",
-        "the file is damaged or no safetensors file: copy, download or save it again",
+        "the file is damaged or not a safetensors file: copy, download or save it again",
     )
     SC106 = (
         "the adapter holds no tensors",
@@ -53,6 +53,18 @@ class Code(Enum):
         "The operating system refused to read or write a file or a folder.",
     )
     SC110 = ("a tensor's dtype is not served", "Adapters and bases hold float32, bfloat16, float16 or float64 numbers.")
+    SC111 = (
+        "a file changed while it was read",
+        "An adapter is planned from one reading of its files and packed from another, and the base is read between "
+        "the two. A file had other bytes later than at first, so nothing was written for it.",
+        "wait until whatever writes the file is done, and run the command again",
+    )
+    SC112 = (
+        "the input exceeds a limit",
+        "Sizes have limits that no real adapter or base reaches, so that a crafted file can't use up time or memory. "
+        "The message gives the limit.",
+        "report it, if the file is a real one",
+    )
     SC201 = (
         "not a PEFT configuration",
         "`adapter_config.json` has no `peft_type`. Other programs use the same file name for their own settings.",
@@ -81,8 +93,9 @@ class Code(Enum):
     )
     SC206 = (
         "the initialisation changed the base",
-        "PiSSA, OLoRA, CorDA and LoftQ change the base weights when training starts. Applied to the original base as "
-        "plain LoRA, the adapter would compute something else than what was trained.",
+        "PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base weights when training starts, and an unknown "
+        "initialisation may. Applied to the original base as plain LoRA, the adapter would not compute what was "
+        "trained.",
     )
     SC207 = (
         "the scale is unknown",
@@ -92,14 +105,14 @@ class Code(Enum):
     SC208 = (
         "a pattern matches no module",
         "An entry of `rank_pattern` or `alpha_pattern` matches none of the adapted modules, or an entry of "
-        "`target_modules` none of the base's layers. The entry has no effect.",
+        "`target_modules` matches none of the base's layers. The entry has no effect.",
     )
     SC209 = (
         "a pattern can't be matched in bounded time",
-        "Patterns mean what Python's `re` means, but an automaton of bounded size matches them, so that none takes "
-        "exponential time or memory. Back-references, atomic groups, possessive repeats and patterns that expand to "
-        "very many states are refused.",
-        "replace the pattern by a list of module names",
+        "Patterns have the meaning that Python's `re` gives them, but an automaton of bounded size matches them, so no "
+        "pattern takes exponential time or memory. Back-references, atomic groups, possessive repeats, repeats inside "
+        "repeated groups (on which PEFT itself may never end) and patterns of very many states are refused.",
+        "replace the pattern with a list of module names",
     )
     SC210 = (
         "the method's older parametrisation",
@@ -132,7 +145,7 @@ class Code(Enum):
     )
     SC303 = (
         "some keys match nothing in the base",
-        "Some of the adapted modules don't exist in the base, so that only a part of the adapter could be applied.",
+        "Some of the adapted modules don't exist in the base, so only a part of the adapter could be applied.",
     )
     SC304 = (
         "keys were re-rooted",
@@ -145,9 +158,9 @@ class Code(Enum):
         "save the adapter again; PEFT would load this one with initial values in the gap",
     )
     SC306 = (
-        "a tensor is there twice",
-        "Two keys name the same slot, and nothing tells which of them counts.",
-        "remove the one that is not meant",
+        "a tensor appears twice",
+        "Two keys name the same tensor, and nothing in the files decides between them.",
+        "remove the key that is not meant",
     )
     SC307 = (
         "a tensor has the wrong shape",
@@ -168,11 +181,11 @@ class Code(Enum):
     )
     SC311 = (
         "not a PEFT layout",
-        "The keys resemble PEFT's but belong to another framework, which stores factors in another layout.",
+        "The keys resemble PEFT's, but another framework wrote them, and it stores factors in another layout.",
         "convert the adapter to PEFT's layout with the framework that wrote it",
     )
     SC312 = (
-        "a dense weight rides in the adapter",
+        "the adapter contains a dense weight",
         "The checkpoint contains a whole weight of the base (a head, an embedding, a norm) with other values than the "
         "base's.",
     )
@@ -183,9 +196,12 @@ class Code(Enum):
     SC314 = (
         "the adapter has no effect",
         "Every slot is zero or the identity. The training run saved its initial state.",
-        "compiled all the same; it answers as the base does",
+        "nothing to do: the adapter is compiled, and its outputs equal the base's",
     )
-    SC315 = ("the tensor decides", "The configuration lacks a number or a list that follows from the tensors.")
+    SC315 = (
+        "a setting was taken from the tensors",
+        "The configuration lacks a number or a list, or differs from the tensors. The tensors' value is used.",
+    )
     SC316 = (
         "projections were regenerated",
         "VeRA's shared matrices are not in the checkpoint. They were regenerated from the key, as PEFT does.",
@@ -202,7 +218,7 @@ class Code(Enum):
     SC319 = (
         "targets match modules without tensors",
         "The configuration targets modules of the base that have no tensors in the checkpoint.",
-        "check that the base is the one the adapter was trained on, and that the checkpoint is whole",
+        "check that the base is the one the adapter was trained on, and that the checkpoint is complete",
     )
     SC320 = (
         "a value does not fit the dtype",
@@ -210,7 +226,7 @@ class Code(Enum):
     )
     SC321 = (
         "a tensor plays no part in inference",
-        "The checkpoint contains a training-time buffer. It is left out, as PEFT leaves it out in evaluation.",
+        "The checkpoint contains a training-time buffer. It is left out, because PEFT doesn't use it in evaluation.",
     )
     SC401 = ("no such base", "The base is neither a folder with a config.json nor a Hub repository that was found.")
     SC402 = (
@@ -226,7 +242,7 @@ class Code(Enum):
     SC404 = (
         "the base is quantized",
         "The base's weights are stored in a quantized form that can't be read exactly.",
-        "pass with --base the model that this one was quantized from",
+        "use --base to pass the model that this one was quantized from",
     )
     SC405 = ("the base's structure is unknown", "Shapes can't be derived from what the base folder holds.")
     SC406 = (
@@ -246,7 +262,7 @@ class Code(Enum):
         "A block of R needs inputs that two ranks hold.",
     )
     SC503 = (
-        "tensor parallelism is unknown here",
+        "no tensor-parallel rule for the layer",
         "Neither the plans taken from transformers nor the table of architectures says how ranks divide this model.",
         "compile with --tp 1",
     )
@@ -263,7 +279,7 @@ class Code(Enum):
     )
     SC604 = (
         "a path leaves the folder",
-        "A manifest may name only files inside its own folder, and no links.",
+        "A manifest may name only files inside its folder, and none of them may be a link.",
         "copy the store without links",
     )
     SC605 = (
@@ -303,7 +319,7 @@ class Code(Enum):
     SC704 = ("verification failed", "The artifact differs from PEFT by more than rounding explains.")
     SC705 = (
         "an internal error",
-        "A fault of Scute itself. Please report it, with the traceback that is printed when the environment variable "
+        "This is a bug in Scute. Please report it, with the traceback that is printed when the environment variable "
         "SCUTE_DEBUG is set.",
     )
     SC801 = (
@@ -344,26 +360,26 @@ class Code(Enum):
     )
     SC809 = (
         "the model can't be served step by step",
-        "A continuous batch uses transformers' continuous batching. The installed version doesn't offer it, or "
-        "computes with it something else than the model computes.",
+        "A continuous batch uses transformers' continuous batching. The installed version doesn't offer it, or its "
+        "results differ from those of the model.",
     )
     SC810 = (
-        "the adapter changed under a request",
+        "the adapter changed during a request",
         "The adapter was replaced after the request had begun. The request's cache holds results of the old adapter, "
-        "so its next tokens would belong to neither.",
+        "so further tokens would depend on both.",
     )
     SC811 = (
         "the engine can't serve the adapter",
         "A rank, a slot or a layer exceeds what the serving engine was started with, or what its layers can compute.",
     )
     SC812 = (
-        "the runtime divides low-rank terms otherwise",
+        "the runtime uses another layout of low-rank terms",
         "With `--lora-sharding full`, a rank holds a part of both factors, and ranks exchange the intermediate "
         "results. A runtime without that exchange can't serve a fully sharded artifact, and one with it can't serve "
         "the default layout.",
     )
     SC813 = (
-        "the step broke off",
+        "the step failed",
         "The model raised an error during a step of a continuous batch. The requests of that step end, since their "
         "cache is incomplete; waiting requests are served.",
     )
@@ -372,7 +388,7 @@ class Code(Enum):
         "The base, its adapters and the batch don't fit on the device together.",
     )
     SC815 = (
-        "the ranks don't load the adapter alike",
+        "the ranks don't load the same adapter",
         "All ranks of a model must load an adapter, from one artifact. Otherwise a step would wait for the missing "
         "rank, or would combine parts of two adapters.",
     )

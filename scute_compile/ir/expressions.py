@@ -327,7 +327,7 @@ class VeraProjection(Expression):
 
 @dataclass(frozen=True, slots=True)
 class AsStored(Expression):
-    """`1 + round(x - 1)`: what a reader of the artifact gets back for a slot held as its difference from one."""
+    """`1 + round(x - 1)`: the value that a reader restores of a slot that is stored as its difference from 1."""
 
     x: Expression
 

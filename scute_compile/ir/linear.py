@@ -40,7 +40,7 @@ class Product:
     site: str
     """The layer whose output is the factor without activation (`up_proj`, or a fused `gate_up_proj`)."""
     part: int = 0
-    """Which part of that layer's output it is."""
+    """The index of the factor among that layer's parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,13 @@ class Linear:
     parts: tuple[Part, ...] = ()
     """Of the output axis for `COLUMN`, of the input axis for `ROW`; sizes add up to that axis."""
     gemm: str = ""
-    """Name of the fused site, the GEMM that this layer is part of: equal for q, k and v."""
+    """Name of the fused site, the GEMM that this layer is part of: equal for q, k and v. Empty: the layer is alone."""
     input_product: Product | None = None
+
+    @property
+    def fused_site(self) -> str:
+        """`gemm`, or the layer's name when the layer is alone."""
+        return self.gemm or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

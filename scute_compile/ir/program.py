@@ -29,10 +29,10 @@ class Owner(StrEnum):
 
 
 class RotationKind(StrEnum):
-    """Shapes of R."""
+    """The structure of R."""
 
     BLOCKS = "blocks"
-    """Block-diagonal: `delta` is `(blocks, size, size)`; one block repeats when it alone is given."""
+    """Block-diagonal: `delta` is `(blocks, size, size)`; a single block is repeated along the input."""
     DIAGONAL = "diagonal"
     """`delta` is `(in,)`."""
 

@@ -9,7 +9,7 @@ from scute_compile.diagnostics import USAGE_CODES, Code, Diagnostic, Findings, S
 
 def test_a_diagnostic_without_a_next_step_has_the_codes() -> None:
     found = Diagnostic(code=Code.SC404, where="base", found="int8 codes", expected="floating-point weights")
-    assert found.next == Code.SC404.next == "pass with --base the model that this one was quantized from"
+    assert found.next == Code.SC404.next == "use --base to pass the model that this one was quantized from"
     assert "next" in str(found)
 
 

@@ -106,7 +106,7 @@ def planned_site(site: Site) -> SiteView:
     linear = site.linear
     return SiteView(
         name=site.name,
-        gemm=linear.gemm or site.name,
+        gemm=linear.fused_site,
         in_features=linear.in_features,
         out_features=linear.out_features,
         split=linear.split,
