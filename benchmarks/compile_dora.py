@@ -147,8 +147,8 @@ def norms_alone(base: Path, adapter: Path) -> Callable[[], object]:
     from scute_compile.pipeline import plan
 
     opened = open_model(str(base), weights=True)
-    planned = plan(str(adapter), opened, Target())
-    if planned.program is None or planned.adapter is None:
+    planned = plan(str(adapter), opened, Target(), hash_files=True)
+    if planned.program is None or planned.adapter is None or planned.scan is None:
         raise AssertionError(planned.findings)
     package = Package(
         name="dora",
@@ -156,6 +156,7 @@ def norms_alone(base: Path, adapter: Path) -> Callable[[], object]:
         adapter=planned.adapter,
         base={},
         sources={},
+        tensor_sha256=planned.scan.tensor_sha256,
         dtypes=(DType.BFLOAT16,),
         tool="",
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from step_timing import capture, warm_up
-from time_model import ReadTimes, modelled_ms, moved, read_times
+from time_model import Moved, ReadTimes, modelled_ms, moved, read_times
 
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Gemm, PoolTensors, features_of
@@ -203,6 +203,31 @@ def kernel_options(doc: str | None) -> int:
     tenants: int = parser.parse_args().tenants
     print(f"{torch.cuda.get_device_name()}, {tenants} tenants")
     return tenants
+
+
+def kernel_table(
+    doc: str | None,
+    mixes: Sequence[tuple[str, str, int, int]],
+    time_ms: Callable[[Pool, Sequence[torch.Tensor]], float],
+    bytes_read: Callable[[Moved], int],
+) -> None:
+    """Print the time of a kernel in a step for each mix of adapters, and its floor by bytes.
+
+    Args:
+        doc: Description of the command.
+        mixes: Label, method, rank and width of rotation blocks of all tenants.
+        time_ms: Returns the time of the kernel on the GEMMs of a layer in milliseconds.
+        bytes_read: Returns the bytes that the kernel reads at a GEMM.
+    """
+    tenants, (read, _) = kernel_options(doc), ceilings()
+    xs = [normal(tenants, k) for _, k, _ in GEMMS]
+    for label, method, rank, block in mixes:
+        methods = [(method, rank)] * tenants
+        traffic = [moved(methods, gemm, pair_rank=PAIR_RANK, block=block, size=DTYPE.itemsize) for gemm in GEMMS]
+        floor = LAYERS * sum(map(bytes_read, traffic)) / read * 1e3
+        taken = LAYERS * time_ms(Pool(methods, block=block), xs)
+        print(f"{label:<17} {taken:6.3f} ms, floor by bytes {floor:6.3f}")
+        torch.cuda.empty_cache()
 
 
 def plain_ms(base: Base, xs: Sequence[torch.Tensor]) -> float:

@@ -8,16 +8,15 @@ Shapes, adapters and timing are those of `decode_step.py`; milliseconds are of a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
-from decode_step import DTYPE, GEMMS, LAYERS, Pool, ceilings, kernel_ms, kernel_options, normal
-from time_model import moved
+from decode_step import Pool, kernel_ms, kernel_table
 
 from scute_compile.runtime_min.step import launch_decode
 from scute_compile.runtime_min.step.arguments import Gemm
 
-BLOCKS = (8, 32, 64)
-"""Widths of rotation blocks."""
+MIXES = [(f"oft, blocks of {block}", "oft", 16, block) for block in (8, 32, 64)]
 
 
 def rotate_ms(pool: Pool, xs: Sequence[torch.Tensor]) -> float:
@@ -29,18 +28,5 @@ def rotate_ms(pool: Pool, xs: Sequence[torch.Tensor]) -> float:
     return kernel_ms(run)
 
 
-def main() -> None:
-    """Measure and print the table."""
-    tenants, (read, _) = kernel_options(__doc__), ceilings()
-    xs = [normal(tenants, k) for _, k, _ in GEMMS]
-    methods = [("oft", 16)] * tenants
-    for block in BLOCKS:
-        traffic = [moved(methods, gemm, pair_rank=0, block=block, size=DTYPE.itemsize).rotate for gemm in GEMMS]
-        floor = LAYERS * sum(traffic) / read * 1e3
-        taken = LAYERS * rotate_ms(Pool(methods, block=block), xs)
-        print(f"oft, blocks of {block:<3d} {taken:6.3f} ms, floor by bytes {floor:6.3f}")
-        torch.cuda.empty_cache()
-
-
 if __name__ == "__main__":
-    main()
+    kernel_table(__doc__, MIXES, rotate_ms, attrgetter("rotate"))

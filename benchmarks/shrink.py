@@ -8,17 +8,18 @@ Shapes, adapters and timing are those of `decode_step.py`; milliseconds are of a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
-from decode_step import DTYPE, GEMMS, LAYERS, PAIR_RANK, Pool, ceilings, kernel_ms, kernel_options, normal
-from time_model import moved
+from decode_step import BLOCK, Pool, kernel_ms, kernel_table
 
 from scute_compile.runtime_min.step import launch_decode
 from scute_compile.runtime_min.step.arguments import Gemm
 from scute_compile.runtime_min.step.launch import empty_intermediates
 
-MIXES = (("lora", 16), ("lora", 64), ("lora", 256), ("vera", 16))
-"""Method and rank of all tenants; VeRA's pair has the rank of `PAIR_RANK`."""
+METHODS = (("lora", 16), ("lora", 64), ("lora", 256), ("vera", 16))
+"""Method and rank of all tenants; VeRA's pair has the rank of `PAIR_RANK` in `decode_step.py`."""
+MIXES = [(f"{method} {rank}", method, rank, BLOCK) for method, rank in METHODS]
 
 
 def shrink_ms(pool: Pool, xs: Sequence[torch.Tensor]) -> float:
@@ -31,17 +32,5 @@ def shrink_ms(pool: Pool, xs: Sequence[torch.Tensor]) -> float:
     return kernel_ms(run)
 
 
-def main() -> None:
-    """Measure and print the table."""
-    tenants, (read, _) = kernel_options(__doc__), ceilings()
-    xs = [normal(tenants, k) for _, k, _ in GEMMS]
-    for method, rank in MIXES:
-        methods = [(method, rank)] * tenants
-        traffic = [moved(methods, gemm, pair_rank=PAIR_RANK, block=0, size=DTYPE.itemsize).shrink for gemm in GEMMS]
-        floor = LAYERS * sum(traffic) / read * 1e3
-        print(f"{method} {rank:<3d} {LAYERS * shrink_ms(Pool(methods), xs):6.3f} ms, floor by bytes {floor:6.3f}")
-        torch.cuda.empty_cache()
-
-
 if __name__ == "__main__":
-    main()
+    kernel_table(__doc__, MIXES, shrink_ms, attrgetter("shrink"))

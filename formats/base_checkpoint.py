@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
+
 from scute_compile.diagnostics import Code, Findings, ScuteError, fail
 from scute_compile.formats.hub import find_repository, looks_like_id
-from scute_compile.formats.reading import names_in, read_object
+from scute_compile.formats.reading import CONFIG_LIMIT, Identity, identity_of, names_in, read_object, refuse_changed
 from scute_compile.formats.safetensors import Floats, TensorEntry, read_header, read_tensor
+from scute_compile.formats.samples import Samples
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -46,6 +50,10 @@ class BaseCheckpoint:
     """By key, sorted; empty when the folder holds only the configuration."""
     has_weights: bool
     """Whether tensor values can be read; otherwise names and shapes only."""
+    identities: Mapping[Path, Identity] = field(default_factory=dict)
+    """The files of a folder, before their headers were read."""
+    samples: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the tensors' samples, which tensors that are read later must have; empty: nothing is compared."""
 
     @property
     def quantized(self) -> str | None:
@@ -60,8 +68,14 @@ class BaseCheckpoint:
         """Return a whole tensor as float32 (float64 for F64), in its stored shape.
 
         Raises:
-            ScuteError: SC403 without weights; SC104 (truncated), SC109 (unreadable), SC110 (dtype).
+            ScuteError: SC403 without weights; SC104 (truncated), SC109 (unreadable), SC110 (dtype), SC111 (changed).
         """
+
+        def check(raw: npt.NDArray[np.uint8]) -> None:
+            samples = Samples(stored.entry)
+            samples.add(raw)
+            self.check_samples(key, samples)
+
         stored = self.tensors[key]
         if stored.file is None:
             fail(
@@ -71,7 +85,17 @@ class BaseCheckpoint:
                 expected="the weights",
                 next="download the base and pass its folder",
             )
-        return read_tensor(stored.file, stored.entry)
+        return read_tensor(stored.file, stored.entry, check)
+
+    def check_samples(self, key: str, samples: Samples) -> None:
+        """Compare the samples of a tensor that was read with those of the fingerprint, if there is one.
+
+        Raises:
+            ScuteError: SC111.
+        """
+        expected = self.samples.get(key)
+        if expected is not None and samples.hexdigest() != expected:
+            refuse_changed(f"{self.source}: {key}", "other bytes", "those that the base's fingerprint was taken from")
 
 
 def open_base(source: str, *, weights: bool) -> BaseCheckpoint:
@@ -110,8 +134,9 @@ def _open_folder(source: str, path: Path) -> BaseCheckpoint:
     names = names_in(path)
     index = _read_index(path / INDEX) if _indexed(names) else None
     chosen = _weight_files(source, names, index)
-    config = MappingProxyType(read_object(path / CONFIG))
+    config = MappingProxyType(read_object(path / CONFIG, limit=CONFIG_LIMIT))
     findings, headers = Findings(), dict[str, Mapping[str, TensorEntry]]()
+    identities = {path / name: identity_of(path / name) for name in chosen}
     for name in chosen:
         try:
             headers[name] = read_header(path / name)
@@ -119,7 +144,14 @@ def _open_folder(source: str, path: Path) -> BaseCheckpoint:
             findings.diagnostics.extend(error.diagnostics)
     findings.raise_if_errors()
     tensors = _merge(source, headers, index or {}, path)
-    return BaseCheckpoint(source=source, path=path, config=config, tensors=tensors, has_weights=bool(headers))
+    return BaseCheckpoint(
+        source=source,
+        path=path,
+        config=config,
+        tensors=tensors,
+        has_weights=bool(headers),
+        identities=identities,
+    )
 
 
 def _open_repository(source: str, *, weights: bool) -> BaseCheckpoint:
@@ -131,7 +163,7 @@ def _open_repository(source: str, *, weights: bool) -> BaseCheckpoint:
     chosen = _weight_files(source, names, index)
     if weights or repository.cached is not None:
         return _open_folder(source, repository.download([*small, *chosen]))
-    config = MappingProxyType(read_object(path / CONFIG))
+    config = MappingProxyType(read_object(path / CONFIG, limit=CONFIG_LIMIT))
     tensors = _merge(source, repository.read_headers(chosen), index or {}, None)
     return BaseCheckpoint(source=source, path=path, config=config, tensors=tensors, has_weights=False)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from scute_compile.formats.base_checkpoint import BaseCheckpoint
 from scute_compile.formats.safetensors import TensorEntry, read_spans
+from scute_compile.formats.samples import sample_spans
 from scute_compile.ir.expressions import Shape
-
-SAMPLE_BYTES = 4096
-"""Length of each sample of a tensor."""
 
 
 def structure_hash(model_type: str, parameters: Mapping[str, object], tensors: Mapping[str, tuple[str, Shape]]) -> str:
@@ -46,20 +45,7 @@ def content_hash(checkpoint: BaseCheckpoint) -> str | None:
     """
     if not checkpoint.has_weights:
         return None
-    samples: dict[str, str] = {}
-    # File by file in byte order, for sequential reads.
-    for file in sorted({stored.file for stored in checkpoint.tensors.values() if stored.file}):
-        inside = sorted(
-            ((key, stored.entry) for key, stored in checkpoint.tensors.items() if stored.file == file),
-            key=lambda item: item[1].begin,
-        )
-        spans = [(entry.begin + offset, length) for _, entry in inside for offset, length in sample_spans(entry)]
-        blocks = read_spans(file, spans)
-        for key, entry in inside:
-            digest = hashlib.sha256()
-            for _ in sample_spans(entry):
-                digest.update(next(blocks))
-            samples[key] = digest.hexdigest()
+    samples = checkpoint.samples or sample_hashes(checkpoint)
     return _digest(
         [
             [key, stored.entry.dtype, list(stored.entry.shape), samples[key]]
@@ -68,16 +54,28 @@ def content_hash(checkpoint: BaseCheckpoint) -> str | None:
     )
 
 
-def sample_spans(entry: TensorEntry) -> tuple[tuple[int, int], ...]:
-    """Return the sampled `(offset, length)` spans of a tensor, offsets counted inside it.
+def sample_hashes(checkpoint: BaseCheckpoint) -> Mapping[str, str]:
+    """Return the SHA-256 of each tensor's samples by key.
 
-    >>> sample_spans(TensorEntry(dtype="F32", shape=(2500,), begin=8, end=10008))
-    ((0, 4096), (2952, 4096), (5904, 4096))
+    Raises:
+        ScuteError: SC104 or SC109 when a file can't be read.
     """
-    if entry.nbytes <= SAMPLE_BYTES:
-        return ((0, entry.nbytes),)
-    last = entry.nbytes - SAMPLE_BYTES
-    return tuple((offset, SAMPLE_BYTES) for offset in sorted({0, last // 2, last}))
+    samples: dict[str, str] = {}
+    # File by file in byte order, for sequential reads.
+    by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
+    for key, stored in checkpoint.tensors.items():
+        if stored.file is not None:
+            by_file.setdefault(stored.file, []).append((key, stored.entry))
+    for file, entries in sorted(by_file.items()):
+        inside = sorted(entries, key=lambda item: item[1].begin)
+        spans = [(entry.begin + offset, length) for _, entry in inside for offset, length in sample_spans(entry)]
+        blocks = read_spans(file, spans)
+        for key, entry in inside:
+            digest = hashlib.sha256()
+            for _ in sample_spans(entry):
+                digest.update(next(blocks))
+            samples[key] = digest.hexdigest()
+    return samples
 
 
 def _plain(value: object) -> object:

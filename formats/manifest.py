@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from scute_compile.formats.reading import parse_object
 from scute_compile.ir.dtypes import DType
@@ -30,9 +30,11 @@ FORMAT: Literal["scute.artifact"] = "scute.artifact"
 MAJOR, MINOR = 2, 0
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
 
+LARGEST = 2**63 - 1
+"""The largest whole number in a manifest."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Range = tuple[Count, Count]
 RankRanges = Annotated[tuple[Range, ...], Field(min_length=1)]
 
@@ -194,6 +196,17 @@ class Manifest(Record):
     bytes: ByteCounts
     notes: tuple[Mapping[str, JsonValue], ...]
     findings: tuple[Mapping[str, JsonValue], ...]
+
+    @field_validator("notes", "findings")
+    @classmethod
+    def numbers_are_bounded(cls, records: tuple[Mapping[str, JsonValue], ...]) -> tuple[Mapping[str, JsonValue], ...]:
+        pending: list[object] = list(records)
+        while pending:
+            value = pending.pop()
+            if isinstance(value, int) and value > LARGEST:
+                raise ValueError(f"a number above {LARGEST}")
+            pending.extend(value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ())
+        return records
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Manifest:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from scute_compile.diagnostics import Code, Findings, ScuteError, fail
 from scute_compile.formats.artifact import MANIFEST, is_artifact
 from scute_compile.formats.base_checkpoint import CONFIG as MODEL_CONFIG
 from scute_compile.formats.hub import Repository, find_repository, looks_like_id
-from scute_compile.formats.reading import exists, names_in, read_object
+from scute_compile.formats.reading import CONFIG_LIMIT, Identity, exists, identity_of, names_in, read_object
 from scute_compile.formats.safetensors import TensorEntry, read_header
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -42,6 +47,12 @@ class AdapterFolder:
     """By key, in the order of the file's bytes."""
     weights: Path
     """The safetensors file."""
+    config_sha256: str
+    """The hash of the configuration's bytes as they were read."""
+    header_sha256: str
+    """The hash of the bytes before the first tensor as they were read."""
+    identities: Mapping[Path, Identity]
+    """Both files, before they were read."""
 
     @property
     def base_model(self) -> str | None:
@@ -170,10 +181,12 @@ def _listed(names: tuple[str, ...]) -> str:
 
 def _read_folder(source: str, path: Path, name: str) -> AdapterFolder:
     findings = Findings()
-    config = _read_config(path / CONFIG, findings)
+    identities = {path / name: identity_of(path / name) for name in (CONFIG, WEIGHTS)}
+    config_bytes, header_bytes = hashlib.sha256(), hashlib.sha256()
+    config = _read_config(path / CONFIG, findings, config_bytes)
     tensors: Mapping[str, TensorEntry] = {}
     try:
-        tensors = read_header(path / WEIGHTS)
+        tensors = read_header(path / WEIGHTS, header_bytes)
     except ScuteError as error:
         findings.diagnostics.extend(error.diagnostics)
     else:
@@ -185,12 +198,22 @@ def _read_folder(source: str, path: Path, name: str) -> AdapterFolder:
                 expected="the adapter's tensors",
             )
     findings.raise_if_errors()
-    return AdapterFolder(source=source, path=path, name=name, config=config, tensors=tensors, weights=path / WEIGHTS)
+    return AdapterFolder(
+        source=source,
+        path=path,
+        name=name,
+        config=config,
+        tensors=tensors,
+        weights=path / WEIGHTS,
+        config_sha256=config_bytes.hexdigest(),
+        header_sha256=header_bytes.hexdigest(),
+        identities=identities,
+    )
 
 
-def _read_config(path: Path, findings: Findings) -> Mapping[str, object]:
+def _read_config(path: Path, findings: Findings, digest: _Hash | None = None) -> Mapping[str, object]:
     try:
-        config = read_object(path)
+        config = read_object(path, digest, CONFIG_LIMIT)
     except ScuteError as error:
         findings.diagnostics.extend(error.diagnostics)
         return {}

@@ -7,16 +7,21 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from scute_compile.diagnostics import Code, fail
 
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
 JSON_LIMIT = 100_000_000
 """Largest JSON file that is read, in bytes; safetensors sets the same limit for its header."""
+CONFIG_LIMIT = 16_000_000
+"""Largest configuration that is read, in bytes: three times one with patterns for 45,000 layers."""
 
 
 @contextmanager
@@ -34,6 +39,39 @@ def opened(path: Path) -> Iterator[FileIO]:
             yield file
     except OSError as error:
         _refuse(path, error.strerror or str(error))
+
+
+Identity: TypeAlias = tuple[int, ...]
+"""A file's device, inode, size, and times of modification and change in nanoseconds."""
+
+
+def identity_of(path: Path) -> Identity:
+    """Return what changes when a file is replaced or written to.
+
+    Raises:
+        ScuteError: SC109 when the file can't be examined.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        _refuse(path, error.strerror or str(error))
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def check_unchanged(identities: Mapping[Path, Identity]) -> None:
+    """Compare files with their identities of an earlier time.
+
+    Raises:
+        ScuteError: SC111 for the first that differs, SC109 for one that is gone.
+    """
+    for path, identity in identities.items():
+        if identity_of(path) != identity:
+            refuse_changed(str(path), "a file that was written to or replaced", "the file as it was when it was opened")
+
+
+def refuse_changed(where: str, found: str, expected: str) -> NoReturn:
+    """Refuse a file that has other bytes than at an earlier reading (SC111)."""
+    fail(Code.SC111, where=where, found=found, expected=expected)
 
 
 def file_size(file: FileIO) -> int:
@@ -110,17 +148,24 @@ def parse_object(raw: bytes) -> dict[str, object]:
     return value
 
 
-def read_object(path: Path) -> dict[str, object]:
+def read_object(path: Path, digest: _Hash | None = None, limit: int = JSON_LIMIT) -> dict[str, object]:
     """Return the JSON object in a file; a byte order mark is allowed.
 
+    Args:
+        path: The file.
+        digest: Updated with the bytes that were read.
+        limit: The most bytes that the file may have.
+
     Raises:
-        ScuteError: SC108 when the text isn't a JSON object, SC109 when the file can't be read.
+        ScuteError: SC108 when the text isn't a JSON object, SC109 when the file can't be read, SC112 when it is larger.
     """
     with opened(path) as file:
         size = file_size(file)
-        raw = file.readall() if size <= JSON_LIMIT else b""
-    if size > JSON_LIMIT:
-        _no_json(path, f"a file of {size} bytes", f"at most {JSON_LIMIT} bytes of JSON")
+        raw = file.readall() if size <= limit else b""
+    if size > limit:
+        fail(Code.SC112, where=str(path), found=f"a file of {size} bytes", expected=f"at most {limit} bytes of JSON")
+    if digest is not None:
+        digest.update(raw)
     try:
         return parse_object(raw.removeprefix(b"\xef\xbb\xbf"))
     except ValueError as error:

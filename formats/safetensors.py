@@ -7,12 +7,12 @@ README, section "Format").
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,19 @@ from scute_compile.formats.reading import file_size, opened, parse_object
 from scute_compile.ir.dtypes import BITS, FORMATS
 from scute_compile.ir.expressions import Shape
 
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
 Floats: TypeAlias = npt.NDArray[np.floating]
 """Decoded values: float32, or float64 where the file has float64."""
+Check: TypeAlias = Callable[[npt.NDArray[np.uint8]], None]
 
 HEADER_LIMIT = 100_000_000
 """Largest header in bytes, as the format defines."""
+LONGEST_HEADER = 50_000_000
+MOST_TENSORS = 250_000
+LONGEST_NAME = 1000
+"""Limits of what is read: bytes of a header, its tensors, and the characters of a tensor's name."""
 BLOCK_BYTES = 8 << 20
 
 _LFS = b"version https://git-lfs"
@@ -56,8 +64,12 @@ class TensorEntry:
         return math.prod(self.shape)
 
 
-def read_header(path: Path) -> Mapping[str, TensorEntry]:
+def read_header(path: Path, digest: _Hash | None = None) -> Mapping[str, TensorEntry]:
     """Return the entries of a file by name, in byte order.
+
+    Args:
+        path: The file.
+        digest: Updated with the bytes before the first tensor.
 
     Raises:
         ScuteError: SC103 (Git LFS pointer), SC104 (truncated), SC105 (damaged header), SC109 (unreadable).
@@ -67,6 +79,8 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
         length = header_length(file.read(64), size, str(path))
         file.seek(8)
         raw = read_exactly(file, np.empty(length, np.uint8), path).tobytes()
+    if digest is not None:
+        digest.update(length.to_bytes(8, "little") + raw)
     return parse_header(raw, size, str(path))
 
 
@@ -99,8 +113,10 @@ def parse_header(raw: bytes, size: int, where: str) -> Mapping[str, TensorEntry]
     """Return the entries of a header; `size` is the size of the file in bytes.
 
     Raises:
-        ScuteError: SC104 when the file ends too early, SC105 when the header is damaged.
+        ScuteError: SC104 when the file ends too early, SC105 when the header is damaged, SC112 when it lists more
+            tensors, or longer names, than any real file.
     """
+    _check_limits(raw, where)
     if raw[:1] != b"{":
         _damaged(where, f"a header that begins with {raw[:16]!r}", "a JSON object, which begins with '{'")
     try:
@@ -128,6 +144,18 @@ def parse_header(raw: bytes, size: int, where: str) -> Mapping[str, TensorEntry]
     return MappingProxyType(ordered)
 
 
+def _check_limits(raw: bytes, where: str) -> None:
+    """Refuse headers larger than any real one before they are parsed: 90,000 tensors take 15 MB."""
+    count = raw.count(b'"data_offsets"')
+    if len(raw) > LONGEST_HEADER or count > MOST_TENSORS:
+        fail(
+            Code.SC112,
+            where=where,
+            found=f"a header of {len(raw)} bytes and {count} tensors",
+            expected=f"at most {LONGEST_HEADER} bytes and {MOST_TENSORS} tensors",
+        )
+
+
 def _check_metadata(value: object, where: str) -> None:
     if value is None or (isinstance(value, dict) and all(isinstance(item, str) for item in value.values())):
         return
@@ -136,6 +164,8 @@ def _check_metadata(value: object, where: str) -> None:
 
 def _entry(name: str, value: object, start: int, where: str) -> TensorEntry:
     here = f"{where}: {name}"
+    if len(name) > LONGEST_NAME:
+        fail(Code.SC112, where=here, found=f"a name of {len(name)} characters", expected=f"at most {LONGEST_NAME}")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         _damaged(here, f"an entry {_brief(value)}", "an object with exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -147,9 +177,10 @@ def _entry(name: str, value: object, start: int, where: str) -> TensorEntry:
         _damaged(here, f"the data_offsets {_brief(offsets)}", "two whole numbers from 0, the first at most the second")
     bits = BITS[dtype]
     for dim in shape:
-        bits *= dim
+        bits *= dim or 1  # an empty tensor's other dimensions are limited as well
         if bits > _LARGEST:
             _damaged(here, f"the shape {_brief(shape)}", "a tensor smaller than 2^63 bits")
+    bits = 0 if 0 in shape else bits
     if bits != 8 * (offsets[1] - offsets[0]):
         _damaged(
             here,
@@ -192,15 +223,22 @@ def decode(raw: bytes | bytearray | memoryview | npt.NDArray[np.uint8], dtype: s
     return stored.astype(np.float32) if dtype == "F16" else stored
 
 
-def read_tensor(path: Path, entry: TensorEntry) -> Floats:
+def read_tensor(path: Path, entry: TensorEntry, check: Check | None = None) -> Floats:
     """Return a whole tensor, decoded, in its shape.
 
+    Args:
+        path: The file.
+        entry: The tensor.
+        check: Called with the stored bytes before they are decoded.
+
     Raises:
-        ScuteError: SC104, SC109 or SC110.
+        ScuteError: SC104, SC109, SC110, and what `check` raises.
     """
     with opened(path) as file:
         file.seek(entry.begin)
         raw = read_exactly(file, np.empty(entry.nbytes, np.uint8), path)
+    if check is not None:
+        check(raw)
     return decode(raw, entry.dtype, str(path)).reshape(entry.shape)
 
 

@@ -33,6 +33,9 @@ from scute_compile.formats.reading import JSON_LIMIT, file_size, names_in, opene
 _PREFIX, _SUFFIX = ".scute-", ".tmp"
 """Prefix and suffix of temporary names. No artifact's name starts with a dot."""
 
+LONGEST_NAME = 255
+"""Bytes of a file name that file systems take."""
+
 
 class ArtifactWriter:
     """Writes the files of one artifact. `artifact_writer` creates it."""
@@ -160,6 +163,14 @@ def _check_name(name: str) -> None:
             where=name,
             found=f"the artifact's name {name!r:.80}",
             expected=f"a plain file name that doesn't start with a dot and isn't `{FACTORS}`",
+            next="choose a name with --name",
+        )
+    if (length := len(os.fsencode(name))) > LONGEST_NAME:
+        fail(
+            Code.SC607,
+            where=name,
+            found=f"an artifact's name of {length} bytes",
+            expected=f"at most {LONGEST_NAME} bytes",
             next="choose a name with --name",
         )
 

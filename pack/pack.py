@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import JsonValue
 from safetensors.torch import save
@@ -19,8 +21,9 @@ from scute_compile.formats.hub import portable_name
 from scute_compile.formats.layout import SHIFT_DTYPE, tensor_name
 from scute_compile.formats.manifest import FORMAT, SCHEMA_VERSION, FactorFile, RankFile, SiteRecord
 from scute_compile.formats.peft_folder import AdapterFolder
-from scute_compile.formats.reading import opened
+from scute_compile.formats.reading import check_unchanged, opened, refuse_changed
 from scute_compile.formats.safetensors import read_exactly, read_tensor
+from scute_compile.formats.samples import Samples
 from scute_compile.formats.writer import artifact_writer
 from scute_compile.ir.dtypes import DType, torch_dtype
 from scute_compile.ir.expressions import ColumnNorm, Expression, Fill, Ref, Source, Subtract, VeraProjection
@@ -50,6 +53,8 @@ class Package:
     """The fields of the manifest's `base` that don't depend on the adapter: all but `name`."""
     sources: Mapping[str, str]
     """Hashes of the adapter's files."""
+    tensor_sha256: Mapping[str, str]
+    """Hashes of its tensors, from the reading of the files that `sources` is of; packed tensors must have them."""
     dtypes: tuple[DType, ...]
     """Tried in this order: a later dtype is used when values don't fit the earlier ones."""
     tool: str
@@ -82,14 +87,16 @@ def read_norms(
         width = stored.entry.nbytes // norm.weight.shape[0]
         buffer = np.empty(norm.tile_rows * width, np.uint8)
         tile = torch.from_numpy(buffer).view(torch_dtype(stored.entry.dtype)).view(norm.tile_rows, -1)
+        samples = Samples(stored.entry)
         with opened(stored.file) as file:
             file.seek(stored.entry.begin)
             for start, stop in norm.tiles():
-                read_exactly(file, buffer[: (stop - start) * width], stored.file)
+                samples.add(read_exactly(file, buffer[: (stop - start) * width], stored.file))
                 yield tile[: stop - start]
+        base.check_samples(norm.weight.key, samples)
 
     def value(package: int, x: Expression) -> Array:
-        return evaluate(x, _reader(packages[package].adapter, base), {}, lambda array: array)
+        return evaluate(x, _reader(packages[package], base), {}, lambda array: array)
 
     weights = {request.norm.weight.key: math.prod(request.norm.weight.shape) for request in requests}
     total, done = sum(weights.values()), 0
@@ -104,11 +111,17 @@ def read_norms(
     return norms
 
 
-def _reader(adapter: AdapterFolder, base: BaseCheckpoint) -> Callable[[Ref], Array]:
+def _reader(package: Package, base: BaseCheckpoint) -> Callable[[Ref], Array]:
+    adapter = package.adapter
+
     def read(ref: Ref) -> Array:
+        def check(raw: npt.NDArray[np.uint8]) -> None:
+            if hashlib.sha256(raw.data).hexdigest() != package.tensor_sha256[ref.key]:
+                refuse_changed(f"{adapter.weights}: {ref.key}", "other bytes", "those that the adapter was planned for")
+
         if ref.source is Source.BASE:
             return base.read_tensor(ref.key)
-        return read_tensor(adapter.weights, adapter.tensors[ref.key])
+        return read_tensor(adapter.weights, adapter.tensors[ref.key], check)
 
     return read
 
@@ -119,8 +132,8 @@ def pack(package: Package, base: BaseCheckpoint, norms: Norms, store: Path) -> P
     Peak memory is the adapter's tensors in the artifact's dtype, and the file of one rank.
 
     Raises:
-        ScuteError: SC320 when values fit none of the package's dtypes; as for `artifact_writer` when the artifact
-            can't be written.
+        ScuteError: SC111 when files of the adapter or the base changed since they were opened; SC320 when values fit
+            none of the package's dtypes; as for `artifact_writer` when the artifact can't be written.
     """
     for dtype in package.dtypes[:-1]:
         try:
@@ -145,6 +158,7 @@ def _pack_as(dtype: DType, package: Package, base: BaseCheckpoint, norms: Norms,
             writer.add_factor(record, save({FACTOR_TENSOR: factors[shared]}))
         ranks = tuple(writer.add_rank(rank, tp, save(_rank_tensors(slots, rank))) for rank in range(tp))
         records = tuple(site_record(site, lambda shared: listed[shared].hash) for site in sites)
+        check_unchanged({**package.adapter.identities, **base.identities})
         used = tuple({record.hash: record for record in listed.values()}.values())
         writer.commit(_manifest(package, dtype, records, used, ranks))
     # The writer hashed every file; this checks that readers accept their headers and the manifest.
@@ -157,7 +171,7 @@ class _Values:
 
     def __init__(self, package: Package, base: BaseCheckpoint, norms: Norms, dtype: DType) -> None:
         self.dtype = dtype
-        self._read = _reader(package.adapter, base)
+        self._read = _reader(package, base)
         drawn: dict[Expression, Array] = {
             node: draw(node)
             for site in package.program.sites

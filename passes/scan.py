@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scute_compile.formats.peft_folder import CONFIG, WEIGHTS, AdapterFolder
-from scute_compile.formats.reading import opened, sha256_of
+from scute_compile.formats.reading import opened, refuse_changed
 from scute_compile.formats.safetensors import TensorEntry, decode, read_exactly
 from scute_compile.ir.dtypes import FORMATS
 
@@ -61,6 +61,8 @@ class Scan:
     facts: Facts
     sha256: Mapping[str, str]
     """The hashes of the adapter's files by name; empty unless `scan` was called with `hash_files`."""
+    tensor_sha256: Mapping[str, str]
+    """The hashes of the tensors' bytes by key; empty unless `scan` was called with `hash_files`."""
 
 
 def scan(adapter: AdapterFolder, *, hash_files: bool = False) -> Scan:
@@ -68,29 +70,40 @@ def scan(adapter: AdapterFolder, *, hash_files: bool = False) -> Scan:
 
     Args:
         adapter: The opened folder.
-        hash_files: Whether to hash the two files as well, in the same pass.
+        hash_files: Whether to hash the two files and each tensor as well, in the same pass.
 
     Raises:
-        ScuteError: SC104 or SC109 when the file can't be read to its end.
+        ScuteError: SC104 or SC109 when the file can't be read to its end, SC111 when its header is no longer the one
+            that was read when the folder was opened.
     """
     buffer = np.empty(BLOCK_BYTES, np.uint8)
     scratch = np.empty(BLOCK_BYTES, np.uint8)
     digest = hashlib.sha256()
     facts: dict[str, TensorFacts] = {}
+    tensor_hashes: dict[str, str] = {}
     with opened(adapter.weights) as file:
         # Entries are contiguous in this order, so the header and the entries together are the whole file.
         start = min((entry.begin for entry in adapter.tensors.values()), default=0)
         for block in _blocks(file, start, buffer, adapter):
             digest.update(block.data)
+        if digest.hexdigest() != adapter.header_sha256:
+            refuse_changed(str(adapter.weights), "another header", "the header that was read when it was opened")
         for key, entry in adapter.tensors.items():
-            counts = _Counts(entry)
+            counts, of_tensor = _Counts(entry), hashlib.sha256()
             for block in _blocks(file, entry.nbytes, buffer, adapter):
                 counts.add(block, scratch)
                 if hash_files:
                     digest.update(block.data)
+                    of_tensor.update(block.data)
             facts[key] = counts.facts()
-    hashes = {WEIGHTS: digest.hexdigest(), CONFIG: sha256_of(adapter.path / CONFIG)} if hash_files else {}
-    return Scan(facts=MappingProxyType(facts), sha256=MappingProxyType(hashes))
+            if hash_files:
+                tensor_hashes[key] = of_tensor.hexdigest()
+    hashes = {WEIGHTS: digest.hexdigest(), CONFIG: adapter.config_sha256} if hash_files else {}
+    return Scan(
+        facts=MappingProxyType(facts),
+        sha256=MappingProxyType(hashes),
+        tensor_sha256=MappingProxyType(tensor_hashes),
+    )
 
 
 def _blocks(

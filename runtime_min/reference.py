@@ -41,7 +41,7 @@ class SiteTensors:
     ds: torch.Tensor | None = None
     """`s - 1`: `(N,)`."""
     b: torch.Tensor | None = None
-    """`(N,)`: the shift that is added to a `y` that includes the base's bias."""
+    """`(N,)`: the shift, added to a `y` that includes the base's bias."""
     terms: tuple[TermTensors, ...] = ()
 
 
@@ -133,7 +133,8 @@ def apply_site(
         x_TK: The layer's input, not rotated.
         delta_y_TN: `rotate(x, dR) @ W`, without bias; None where the site has no R.
         tensors: The site's tensors.
-        out_dtype: Dtype of the result; None for that of `x`. Ranks keep partial sums wide until these are added.
+        out_dtype: Dtype of the result; None for that of `x`. Ranks pass a wide dtype, since they round
+            after partial sums are added.
 
     Returns:
         `(..., N)` in `out_dtype`.

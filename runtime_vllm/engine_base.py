@@ -1,10 +1,12 @@
-"""The engine's base model as the compiler opens it: artifacts are checked against it, PEFT folders compiled for it."""
+"""The engine's base model as the compiler opens it, to check artifacts against it and compile PEFT folders for it."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from scute_compile.driver.artifact_checks import other_base
 from scute_compile.driver.bases import OpenBase, open_model
 from scute_compile.driver.packing import compile_planned
 from scute_compile.formats.artifact import Artifact, is_artifact, open_artifact
+from scute_compile.formats.fingerprint import content_hash
 from scute_compile.formats.lock import locked
+from scute_compile.formats.peft_folder import CONFIG, WEIGHTS
 from scute_compile.formats.reading import sha256_of
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
@@ -36,7 +40,7 @@ class EngineBase:
 
     @cached_property
     def folder(self) -> str:
-        """Return the folder that vLLM read the model from."""
+        """The folder that vLLM read the model from."""
         if Path(self.source).is_dir():
             return self.source
         from huggingface_hub import snapshot_download
@@ -45,7 +49,7 @@ class EngineBase:
 
     @cached_property
     def opened(self) -> OpenBase:
-        """Return the base with its structure, without reading weights. Raises what `open_model` raises."""
+        """The base with its structure, opened without reading weights. Raises what `open_model` raises."""
         return open_model(self.folder, weights=False)
 
     def check(self, artifact: Artifact) -> None:
@@ -71,7 +75,9 @@ class EngineBase:
     def compile_folder(self, adapter: Path, *, tp: int, dtype: torch.dtype, store: Path) -> Artifact:
         """Compile a PEFT folder for the engine, or open the artifact of an earlier compile of the same content.
 
-        Every rank calls this. The first to take the store's lock compiles; the others wait and open the result.
+        Every rank calls this. The first to take the store's lock compiles; the others wait and open the result. An
+        artifact is kept under the hashes of the bytes that were packed, so that files which change meanwhile don't
+        leave an artifact under the hashes of their older content.
 
         Args:
             adapter: The PEFT folder.
@@ -83,28 +89,33 @@ class EngineBase:
             ScuteError: What the compiler refuses.
         """
         target = Target(tp=tp, dtype=DType(str(dtype).removeprefix("torch.")))
-        name = f"{adapter.name.lstrip('.') or 'adapter'}-{self._identity(adapter, target)}"
         with locked(_lock(store)):
-            if is_artifact(store / name):
+            sources = {file: sha256_of(adapter / file) for file in (CONFIG, WEIGHTS) if (adapter / file).is_file()}
+            base = open_model(self.folder, weights=True)
+            known = store / _artifact_name(adapter, sources, base, target)
+            if is_artifact(known):
                 try:
-                    return open_artifact(store / name)
+                    artifact = open_artifact(known)
                 except ScuteError:  # damaged, or of an older format: compile it again
                     pass
-            planned = plan(str(adapter), self.opened, target, hash_files=True, name=name)
-            if planned.refused:
+                else:
+                    if artifact.manifest.sources == sources:
+                        return artifact
+            planned = plan(str(adapter), base, target, hash_files=True)
+            if planned.scan is None or planned.refused:
                 raise ScuteError(planned.findings)
-            (result,) = compile_planned((planned,), open_model(self.folder, weights=True), store, lambda *_: None)
+            planned = replace(planned, name=_artifact_name(adapter, planned.scan.sha256, base, target))
+            (result,) = compile_planned((planned,), base, store, lambda *_: None)
         if isinstance(result, ScuteError):
             raise result
         return open_artifact(result)
 
-    def _identity(self, adapter: Path, target: Target) -> str:
-        """Return a hash of the adapter's files, the base, the number of ranks and the dtype."""
-        digest = hashlib.sha256(f"{self.opened.structure_hash()} {self.folder} {target.tp} {target.dtype}".encode())
-        for file in sorted(adapter.glob("adapter_*")):
-            if file.is_file():
-                digest.update(f"{file.name} {sha256_of(file)}".encode())
-        return digest.hexdigest()[:16]
+
+def _artifact_name(adapter: Path, sources: Mapping[str, str], base: OpenBase, target: Target) -> str:
+    """Return a name that differs for other bytes of the adapter, another base, number of ranks or dtype."""
+    identity = [sorted(sources.items()), base.structure_hash(), content_hash(base.checkpoint)]
+    digest = hashlib.sha256(json.dumps([*identity, base.checkpoint.source, target.tp, target.dtype]).encode())
+    return f"{adapter.name.lstrip('.') or 'adapter'}-{digest.hexdigest()[:16]}"
 
 
 def _lock(store: Path) -> Path:

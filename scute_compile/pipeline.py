@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from scute_compile.base.structure import ModelStructure
-from scute_compile.diagnostics import Diagnostic, Findings, ScuteError
+from scute_compile.diagnostics import Diagnostic, Findings, as_scute_error
 from scute_compile.formats.peft_folder import AdapterFolder, open_adapter
 from scute_compile.ir.expressions import Ref, Source
 from scute_compile.ir.program import Program, Stage
@@ -92,9 +92,10 @@ def plan(
         scanned = scan(adapter, hash_files=hash_files)
         context = _context(adapter, scanned, base)
         program = run(_opened(adapter, target), context)
-    except ScuteError as error:
+    except Exception as error:  # noqa: BLE001 - the fault of one adapter must not end the work on others
         label = name or (adapter.name if adapter else Path(source).name)
-        return Planned(source=source, name=label, adapter=adapter, scan=None, program=None, findings=error.diagnostics)
+        found = as_scute_error(error).diagnostics
+        return Planned(source=source, name=label, adapter=adapter, scan=None, program=None, findings=found)
     findings = tuple(context.findings)
     return Planned(
         source=source,

@@ -97,9 +97,9 @@ def _site(checkpoint: Checkpoint, path: str, c: float) -> Site | None:
 ADALORA = FrontEnd(
     method=Method.ADALORA,
     parameters=(
-        Parameter(name="lora_A", spellings=("lora_A",)),
-        Parameter(name="lora_B", spellings=("lora_B",)),
-        Parameter(name="lora_E", spellings=("lora_E",)),
+        Parameter(name="lora_A", spellings=("lora_A",), axes=("rank", "in")),
+        Parameter(name="lora_B", spellings=("lora_B",), axes=("out", "rank")),
+        Parameter(name="lora_E", spellings=("lora_E",), axes=("rank", "1")),
     ),
     settings=AdaLoraSettings,
     inert=LORA_INERT

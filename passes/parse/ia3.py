@@ -90,7 +90,7 @@ def _scaled(vector: Reshape, bias: Ref | None) -> Multiply | None:
 
 IA3 = FrontEnd(
     method=Method.IA3,
-    parameters=(Parameter(name="ia3_l", spellings=("ia3_l",)),),
+    parameters=(Parameter(name="ia3_l", spellings=("ia3_l",), axes=("out or 1", "in or 1")),),
     settings=Ia3Settings,
     inert=frozenset({"init_ia3_weights"}),
     dimensions=dimensions,

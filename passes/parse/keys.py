@@ -18,6 +18,8 @@ class Parameter:
     """The front end's name for it."""
     spellings: tuple[str, ...]
     """The ends of its keys, without the module path: `lora_A.weight`."""
+    axes: tuple[str, ...]
+    """The axes of its tensors, as many as PEFT's: `in` and `out` are the layer's; other names say what they count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ def check_prefix(raw_paths: Iterable[str], findings: Findings) -> bool:
         raw_paths: Raw module paths, all of which match the base.
         findings: Receives SC303, SC304 and SC306.
     """
-    raws = tuple(raw_paths)
+    raws = dict.fromkeys(raw_paths)
     bare = [raw for raw in raws if not raw.startswith(PREFIX)]
     twice = [raw for raw in bare if PREFIX + raw in raws]
     for raw in twice:

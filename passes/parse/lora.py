@@ -8,6 +8,7 @@ F = xW + b0 + c (x A) B, c = alpha / r or alpha / sqrt(r) (arXiv:2106.09685, arX
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast
 
@@ -19,10 +20,14 @@ from scute_compile.ir.method import Method
 from scute_compile.ir.program import Factor, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
-from scute_compile.passes.parse.patterns import matching
+from scute_compile.passes.parse.patterns import Patterns, Value
 from scute_compile.passes.parse.settings import Bias, Rule, Settings
+from scute_compile.passes.parse.targets import some
 
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Prefixes of initialisations that train against a changed base. PEFT's conversion on saving writes `true` instead."""
+KEEPS_BASE = frozenset({"gaussian", "orthogonal", "eva", "mica", "true", "false"})
+"""Initialisations that leave the base as it is (PEFT `tuners/lora/layer.py`)."""
 
 
 class LoraSettings(Settings):
@@ -77,10 +82,14 @@ def dimensions(tensors: Tensors) -> tuple[int, int]:
 def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
     """Rewrite LoRA and DoRA modules into sites."""
     lora = cast("LoraSettings", settings)
+    ranks_by_pattern = Patterns(lora.rank_pattern, where="rank_pattern")
+    alphas = Patterns(lora.alpha_pattern, where="alpha_pattern")
     _check_settings(checkpoint, lora)
-    _check_patterns(checkpoint, lora)
-    _check_order(checkpoint, lora)
-    sites = [site for path in checkpoint.modules if (site := _site(checkpoint, path, lora)) is not None]
+    _check_patterns(checkpoint, lora.rank_pattern, ranks_by_pattern, "rank_pattern")
+    _check_patterns(checkpoint, lora.alpha_pattern, alphas, "alpha_pattern")
+    _check_order(checkpoint, lora, alphas)
+    made = (_site(checkpoint, path, lora, ranks_by_pattern, alphas) for path in checkpoint.modules)
+    sites = [site for site in made if site is not None]
     ranks = sorted({site.terms[0].rank for site in sites})
     listed = (("ranks", " ".join(map(str, ranks))), ("alpha", f"{lora.lora_alpha:g}")) if lora.lora_alpha else ()
     formula = (("scaling", "alpha / sqrt(r)" if lora.use_rslora else "alpha / r"),)
@@ -99,13 +108,13 @@ def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
             next="save it again with save_pretrained(..., path_initial_model_for_weight_conversion=...), which "
             "converts it to plain LoRA on the original base",
         )
-    elif init == "lora_ga":
-        checkpoint.findings.note(
+    elif isinstance(init, str) and init.lower() not in KEEPS_BASE:
+        checkpoint.findings.error(
             Code.SC206,
             where="init_lora_weights",
-            found="init_lora_weights = 'lora_ga'",
-            expected="the base that training started from, which lora_ga shifts unless it was converted",
-            next="served as plain LoRA on the given base, as PEFT loads it",
+            found=f"init_lora_weights = {init!r}, an unknown initialisation that may have changed the base",
+            expected=f"true, false, or one of {', '.join(sorted(KEEPS_BASE - {'true', 'false'}))}",
+            next="convert the adapter to plain LoRA when saving, after which PEFT writes true",
         )
     if lora.use_dora and lora.lora_bias:
         checkpoint.findings.error(
@@ -144,28 +153,26 @@ def _untrained(checkpoint: Checkpoint) -> bool:
     return all(checkpoint.facts[t["lora_B"].key].zero for t in checkpoint.modules.values() if "lora_B" in t)
 
 
-def _check_patterns(checkpoint: Checkpoint, lora: LoraSettings) -> None:
-    for field, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        for pattern in patterns:
-            if not any(
-                matching({pattern: 0}, checkpoint.trained_name(path), where=field) for path in checkpoint.modules
-            ):
-                checkpoint.findings.note(
-                    Code.SC208,
-                    where=field,
-                    found=f"`{pattern}` matches no module and changes nothing",
-                    expected="a pattern that matches the end of a module path",
-                    next="PEFT ignores it as well; if it was meant to apply, the training run ignored it too",
-                )
+def _check_patterns(checkpoint: Checkpoint, listed: Iterable[str], patterns: Patterns[Value], field: str) -> None:
+    found = (patterns.matching(checkpoint.trained_name(path)) for path in checkpoint.modules)
+    used = {pattern for entries in found for pattern, _ in entries}
+    if idle := [pattern for pattern in listed if pattern not in used]:
+        checkpoint.findings.note(
+            Code.SC208,
+            where=field,
+            found=f"{some(idle)} {'match' if len(idle) > 1 else 'matches'} no module, without effect",
+            expected="patterns that match the end of a module path",
+            next="PEFT ignores them as well; if they were meant to apply, the training run ignored them too",
+        )
 
 
-def _check_order(checkpoint: Checkpoint, lora: LoraSettings) -> None:
+def _check_order(checkpoint: Checkpoint, lora: LoraSettings, alphas: Patterns[float]) -> None:
     """Note modules whose alpha depends on the order of patterns, which PEFT sorts when it saves them."""
     if list(lora.alpha_pattern) != sorted(lora.alpha_pattern):
         return
     several = {}
     for path in checkpoint.modules:
-        found = matching(lora.alpha_pattern, checkpoint.trained_name(path), where="alpha_pattern")
+        found = alphas.matching(checkpoint.trained_name(path))
         if len({value for _, value in found}) > 1:
             several[path] = ", ".join(f"`{pattern}` ({value:g})" for pattern, value in found)
     if several:
@@ -189,7 +196,9 @@ def scaling(alpha: float, rank: int, *, rslora: bool) -> float:
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
-def _site(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> Site | None:
+def _site(
+    checkpoint: Checkpoint, path: str, lora: LoraSettings, ranks: Patterns[int], alphas: Patterns[float]
+) -> Site | None:
     tensors = checkpoint.modules[path]
     if "magnitude" in tensors and not lora.use_dora:
         checkpoint.findings.error(
@@ -211,10 +220,10 @@ def _site(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> Site | None:
         return None
     wanted = ("lora_A", "lora_B") + (("magnitude",) if lora.use_dora else ())
     wanted += ("lora_B.bias",) if lora.lora_bias else ()
-    if not require(checkpoint, path, *wanted) or not _matching_ranks(checkpoint, path, lora):
+    if not require(checkpoint, path, *wanted) or not _matching_ranks(checkpoint, path, lora, ranks):
         return None
     a, b = tensors["lora_A"], Transpose(tensors["lora_B"])
-    patterns = matching(lora.alpha_pattern, checkpoint.trained_name(path), where="alpha_pattern")
+    patterns = alphas.matching(checkpoint.trained_name(path))
     alpha = patterns[0][1] if patterns else lora.lora_alpha
     c = scaling(alpha or 0.0, a.shape[0], rslora=lora.use_rslora)
     site = Site(linear=checkpoint.linear(path), terms=(Term(a=Factor(value=a), b=Factor(value=b), c=c),))
@@ -225,7 +234,7 @@ def _site(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> Site | None:
     return site
 
 
-def _matching_ranks(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> bool:
+def _matching_ranks(checkpoint: Checkpoint, path: str, lora: LoraSettings, ranks: Patterns[int]) -> bool:
     a, b = (checkpoint.modules[path][name] for name in ("lora_A", "lora_B"))
     rank = a.shape[0]
     if b.shape[1] != rank:
@@ -237,7 +246,7 @@ def _matching_ranks(checkpoint: Checkpoint, path: str, lora: LoraSettings) -> bo
             next="save the adapter again",
         )
         return False
-    patterns = matching(lora.rank_pattern, checkpoint.trained_name(path), where="rank_pattern")
+    patterns = ranks.matching(checkpoint.trained_name(path))
     configured = [value for _, value in patterns] or ([lora.r] if lora.r is not None else [])
     if configured and rank not in configured:
         checkpoint.findings.error(
@@ -266,10 +275,10 @@ def _with_lora_bias(site: Site, bias: Ref, c: float) -> Expression:
 LORA = FrontEnd(
     method=Method.LORA,
     parameters=(
-        Parameter(name="lora_A", spellings=("lora_A.weight",)),
-        Parameter(name="lora_B", spellings=("lora_B.weight",)),
-        Parameter(name="lora_B.bias", spellings=("lora_B.bias",)),
-        Parameter(name="magnitude", spellings=("lora_magnitude_vector", "lora_magnitude_vector.weight")),
+        Parameter(name="lora_A", spellings=("lora_A.weight",), axes=("rank", "in")),
+        Parameter(name="lora_B", spellings=("lora_B.weight",), axes=("out", "rank")),
+        Parameter(name="lora_B.bias", spellings=("lora_B.bias",), axes=("out",)),
+        Parameter(name="magnitude", spellings=("lora_magnitude_vector", "lora_magnitude_vector.weight"), axes=("out",)),
     ),
     settings=LoraSettings,
     inert=INERT,

@@ -161,9 +161,9 @@ def _check_block_size(checkpoint: Checkpoint, path: str, oft: OftSettings, size:
 OFT = FrontEnd(
     method=Method.OFT,
     parameters=(
-        Parameter(name="oft_R", spellings=("oft_R.weight",)),
-        Parameter(name="oft_r", spellings=("oft_r",)),
-        Parameter(name="oft_s", spellings=("oft_s",)),
+        Parameter(name="oft_R", spellings=("oft_R.weight",), axes=("blocks", "size (size - 1) / 2")),
+        Parameter(name="oft_r", spellings=("oft_r",), axes=("blocks", "size", "size")),
+        Parameter(name="oft_s", spellings=("oft_s",), axes=("out", "1")),
     ),
     settings=OftSettings,
     inert=frozenset({"module_dropout", "init_weights", "rank_pattern", "alpha_pattern"}),

@@ -114,14 +114,14 @@ def read_settings(
             findings.error(
                 Code.SC203,
                 where=name,
-                found=f"{name} = {_short(value)}",
+                found=f"{name} = {short(value)}",
                 expected="fields that this version knows, or unset ones",
             )
         elif value not in rule.allowed:
             findings.error(
                 rule.code,
                 where=name,
-                found=f"{name} = {_short(value)}: {rule.why}",
+                found=f"{name} = {short(value)}: {rule.why}",
                 expected="the field unset",
                 next=rule.next,
             )
@@ -132,13 +132,14 @@ def read_settings(
             findings.error(
                 Code.SC205,
                 where=".".join(str(step) for step in fault["loc"]),
-                found=_short(fault["input"]),
+                found=short(fault["input"]),
                 expected=fault["msg"].lower(),
             )
         return None
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a value of the configuration for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

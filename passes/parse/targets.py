@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from scute_compile.base.heads import is_output_head, tied_head_names
 from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Code, Findings
-from scute_compile.passes.parse.patterns import ends_with, full_match, layer_number
+from scute_compile.passes.parse.patterns import endings, full_match, layer_number
+from scute_compile.passes.parse.settings import short
 
 NAMED = 4
 """The number of examples that a message names."""
@@ -33,31 +34,32 @@ def some(items: Iterable[str]) -> str:
     return shown + (f" and {len(listed) - NAMED} more" if len(listed) > NAMED else "")
 
 
-def is_targeted(config: Mapping[str, object], path: str) -> bool:
-    """Return whether PEFT would wrap the linear layer at `path`."""
-    excluded = config.get("exclude_modules")
-    if isinstance(excluded, str):
-        if full_match(excluded, path, where="exclude_modules"):
+class Targets:
+    """The modules that a configuration targets."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._targets, self._excluded = config.get("target_modules"), config.get("exclude_modules")
+        self._listed, self._left_out = frozenset(names(self._targets)), frozenset(names(self._excluded))
+        layers = config.get("layers_to_transform")
+        listed = layers if isinstance(layers, list) else [layers]
+        self._layers = None if layers is None or layers == [] else {n for n in listed if isinstance(n, int | float)}
+        self._layers_pattern = names(config.get("layers_pattern"))
+
+    def match(self, path: str) -> bool:
+        """Return whether PEFT would wrap the linear layer at `path`."""
+        if isinstance(self._excluded, str):
+            if full_match(self._excluded, path, where="exclude_modules"):
+                return False
+        elif not self._left_out.isdisjoint(endings(path)):
             return False
-    elif any(ends_with(path, name) for name in names(excluded)):
-        return False
-    targets = config.get("target_modules")
-    if isinstance(targets, str):
-        if targets.lower() == "all-linear":
+        if isinstance(self._targets, str):
+            return self._targets.lower() == "all-linear" or full_match(self._targets, path, where="target_modules")
+        if path in self._listed:
             return True
-        return full_match(targets, path, where="target_modules")
-    listed = names(targets)
-    if path in listed:
-        return True
-    return any(ends_with(path, name) for name in listed) and _in_layers(config, path)
+        return not self._listed.isdisjoint(endings(path)) and self._in_layers(path)
 
-
-def _in_layers(config: Mapping[str, object], path: str) -> bool:
-    wanted = config.get("layers_to_transform")
-    if wanted is None or wanted == []:
-        return True
-    layers = wanted if isinstance(wanted, list) else [wanted]
-    return layer_number(path, names(config.get("layers_pattern"))) in layers
+    def _in_layers(self, path: str) -> bool:
+        return self._layers is None or layer_number(path, self._layers_pattern) in self._layers
 
 
 def heads_of(structure: ModelStructure) -> tuple[str, ...]:
@@ -99,17 +101,18 @@ def check_targets(
             next="PEFT would take its defaults for the architecture and drop the tensors of other modules",
         )
         return
-    extra = sorted(path for path in present if not is_targeted(config, path))
+    targets = Targets(config)
+    extra = sorted(path for path in present if not targets.match(path))
     if extra:
         findings.error(
             Code.SC310,
             where="target_modules",
             found=f"{len(extra)} of {len(present)} modules with tensors match no target: {some(extra)}",
-            expected=f"every adapted module to match {config['target_modules']!r}",
+            expected=f"every adapted module to match {short(config['target_modules'])}",
             next="correct target_modules; PEFT would drop these tensors silently",
         )
         return
-    missing = [path for path in known if path not in present and is_targeted(config, path)]
+    missing = [path for path in known if path not in present and targets.match(path)]
     missing += _heads_without_tensors(config, tuple(heads), tuple(keys))
     if missing:
         findings.error(
@@ -125,15 +128,16 @@ def _heads_without_tensors(config: Mapping[str, object], heads: Sequence[str], k
     targets = config.get("target_modules")
     if (isinstance(targets, str) and targets.lower() == "all-linear") or config.get("modules_to_save"):
         return []  # PEFT excludes the output head from all-linear; modules_to_save is refused as such
-    with_tensors = {path for path in heads if any(f".{path}." in f".{key}." for key in keys)}
-    return [path for path in heads if path not in with_tensors and is_targeted(config, path)]
+    chosen = Targets(config)
+    targeted = [path for path in heads if chosen.match(path)]
+    return [path for path in targeted if not any(f".{path}." in f".{key}." for key in keys)]
 
 
 def _note_unmatched_targets(config: Mapping[str, object], modules: Sequence[str], findings: Findings) -> None:
     if isinstance(config.get("target_modules"), str):
         return
-    targets = names(config.get("target_modules"))
-    unmatched = [name for name in targets if not any(ends_with(path, name) for path in modules)]
+    ends = {end for path in modules for end in endings(path)}
+    unmatched = [name for name in names(config.get("target_modules")) if name not in ends]
     if unmatched:
         findings.note(
             Code.SC208,

@@ -16,7 +16,7 @@ from scute_compile.ir.program import Factor, Owner, Site, Term
 from scute_compile.passes.parse.front_end import Checkpoint, FrontEnd, Reading, Tensors, require
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.settings import Bias, Settings
-from scute_compile.passes.parse.targets import is_targeted
+from scute_compile.passes.parse.targets import Targets
 
 
 class VeraSettings(Settings):
@@ -76,18 +76,22 @@ def _pair(checkpoint: Checkpoint, vera: VeraSettings, rank: int) -> tuple[Expres
             next="save the adapter again",
         )
         return None
+    largest = _largest(checkpoint)
+    if largest[0] not in (0, a.shape[1]) or largest[1] not in (0, b.shape[0]):
+        checkpoint.findings.error(
+            Code.SC307,
+            where="base_model",
+            found=f"vera_A {a.shape}, vera_B {b.shape}",
+            expected=f"vera_A ({rank}, {largest[0]}) and vera_B ({largest[1]}, {rank}), the targeted layers' largest "
+            "sizes",
+            next="check that the base is the one the adapter was trained on; PEFT refuses these tensors as well",
+        )
+        return None
     return a, Transpose(b)
 
 
 def _regenerated(checkpoint: Checkpoint, vera: VeraSettings, rank: int) -> tuple[Expression, Expression]:
-    matched = [
-        linear
-        for path, linear in checkpoint.structure.linears.items()
-        if is_targeted(checkpoint.config, checkpoint.trained_name(path))
-    ]
-    matched = matched or [checkpoint.linear(path) for path in checkpoint.modules]
-    max_in = max(linear.in_features for linear in matched)
-    max_out = max(linear.out_features for linear in matched)
+    max_in, max_out = _largest(checkpoint)
     saved = " (saved ones are ignored, as PEFT ignores them)" if checkpoint.shared else ""
     checkpoint.findings.note(
         Code.SC316,
@@ -108,6 +112,16 @@ def _regenerated(checkpoint: Checkpoint, vera: VeraSettings, rank: int) -> tuple
         for which in "AB"
     }
     return projection["A"], Transpose(projection["B"])
+
+
+def _largest(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Return the most inputs and the most outputs of the targeted layers; 0 where they are unknown."""
+    targets = Targets(checkpoint.config)
+    matched = [
+        linear for path, linear in checkpoint.structure.linears.items() if targets.match(checkpoint.trained_name(path))
+    ]
+    matched = matched or [checkpoint.linear(path) for path in checkpoint.modules]
+    return max(linear.in_features for linear in matched), max(linear.out_features for linear in matched)
 
 
 def _site(checkpoint: Checkpoint, path: str, a: Expression, b: Expression) -> Site | None:
@@ -136,10 +150,13 @@ def _site(checkpoint: Checkpoint, path: str, a: Expression, b: Expression) -> Si
 VERA = FrontEnd(
     method=Method.VERA,
     parameters=(
-        Parameter(name="lambda_d", spellings=("vera_lambda_d",)),
-        Parameter(name="lambda_b", spellings=("vera_lambda_b",)),
+        Parameter(name="lambda_d", spellings=("vera_lambda_d",), axes=("rank",)),
+        Parameter(name="lambda_b", spellings=("vera_lambda_b",), axes=("out",)),
     ),
-    shared=(Parameter(name="vera_A", spellings=("vera_A",)), Parameter(name="vera_B", spellings=("vera_B",))),
+    shared=(
+        Parameter(name="vera_A", spellings=("vera_A",), axes=("rank", "most in")),
+        Parameter(name="vera_B", spellings=("vera_B",), axes=("most out", "rank")),
+    ),
     settings=VeraSettings,
     inert=frozenset({"vera_dropout", "d_initial", "init_weights"}),
     dimensions=dimensions,

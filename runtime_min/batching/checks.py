@@ -21,9 +21,9 @@ def check_request(request: Request, *, max_request_tokens: int, vocabulary: int)
         fail(
             Code.SC807,
             where=_name(request),
-            found=f"{prompt} prompt tokens and {new} new ones"
+            found=f"{prompt} prompt tokens and {new} new tokens"
             + (f", among them token {outside[0]}" if outside else ""),
-            expected=f"at least one of each, {max_request_tokens} at most together, each below {vocabulary}",
+            expected=f"at least 1 of each, at most {max_request_tokens} together, each token below {vocabulary}",
             next="shorten the prompt, request fewer tokens, or open the batch with more cache_tokens",
         )
 
@@ -64,7 +64,7 @@ def check_single_rank(ranks: int) -> None:
             Code.SC703,
             where="a continuous batch",
             found=f"a model that {ranks} ranks share",
-            expected="a model of one rank: requests are admitted by the clock, and ranks' clocks differ",
+            expected="a model on 1 rank: requests are admitted by the clock, and the clocks of ranks differ",
             next="give all ranks the same batches by `forward`, `generate` or `step`",
         )
 
@@ -91,12 +91,12 @@ def refuse_closed() -> NoReturn:
         where="a continuous batch",
         found="a call after `close`",
         expected="an open batch",
-        next="open another one",
+        next="open another batch",
     )
 
 
 def late_error(ticket: Ticket, dropped: Dropped, queued: int) -> ScuteError:
-    """Return the error of a request that early abort dropped while `queued` others were queued (SC808)."""
+    """Return the error of a request that early abort dropped, with `queued` others in the queue (SC808)."""
     within, wait = ticket.request.first_token_within, dropped.first_token - ticket.arrived
     return ScuteError(
         [

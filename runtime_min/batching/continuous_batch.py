@@ -56,17 +56,17 @@ class _Admitted:
 class ContinuousBatch:
     """Serves a changing set of requests, step by step.
 
-    `submit` and `cancel` may be called at any time from any thread, all other methods only from the model's thread.
+    `submit` and `cancel` may be called at any time from any thread; all other methods, only from the model's thread.
     Adapters may be loaded, replaced and deleted between steps. While a batch is open, the model must not be called
-    otherwise.
+    in any other way.
 
     Args:
         served: The model with its adapters.
         cache_tokens: Positions of the KV cache, for the prompts and answers of all running requests; allocated at once
             (`cache_bytes`). Without a flash kernel, steps also need a mask of
             `max_num_batched_tokens x (cache_tokens + max_num_batched_tokens)` values.
-        max_num_seqs: Most running requests.
-        max_num_batched_tokens: Most tokens of a step; longer prompts are read in several steps.
+        max_num_seqs: Largest number of running requests.
+        max_num_batched_tokens: Largest number of tokens of a step; longer prompts are read in several steps.
         page_size: Tokens of a page of the cache; whole pages are reserved for the greatest length of a request.
         policy: Scheduling options.
         eos_token_ids: Tokens that end a request; None for those of the model's generation config.
@@ -129,7 +129,7 @@ class ContinuousBatch:
 
     @property
     def max_request_tokens(self) -> int:
-        """Most tokens of one request, prompt and answer together."""
+        """Largest number of tokens of one request, prompt and answer together."""
         model: Any = self._served.model
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         cached = self._steps.max_request_tokens
@@ -174,8 +174,8 @@ class ContinuousBatch:
     def step(self) -> tuple[Event, ...]:
         """Admit and end requests, run one step, and return its events.
 
-        Where the model raises in a step, the requests of the step fail with that error, since their tokens in the cache
-        are incomplete. The queued ones are served from the next step on.
+        Where the model raises in a step, the requests of the step fail with that error, because their tokens in the
+        cache are incomplete. Queued requests are served from the next step on.
         """
         if self._closed:
             refuse_closed()
@@ -277,12 +277,12 @@ class ContinuousBatch:
             self._admitted[key] = _Admitted(ticket=ticket, facts=None if name is None else self._served.loaded[name])
             ticket.phase = Phase.RUNNING
         if self._queue and not self._admitted:
-            # nothing runs, and yet the oldest request has no room: leases outside this batch hold the pool
+            # nothing runs, but the oldest request has no room: other leases hold adapters in the pool
             oldest = next(iter(self._queue.values()))
             self._ensure_adapters([oldest])
 
     def _join(self) -> None:
-        """Let admitted requests join the steps; an adapter in host memory is prefetched during a step before that."""
+        """Add admitted requests to the steps; an adapter in host memory is first prefetched during a step of others."""
         resident = self._served.pool.resident
         idle = not any(admitted.in_steps for admitted in self._admitted.values())
         for key, admitted in self._admitted.items():

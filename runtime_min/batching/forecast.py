@@ -50,12 +50,12 @@ class QueuedRequest:
     adapter: str | None
     prompt_tokens: int
     new_tokens: int
-    """Most tokens that it may generate."""
+    """Largest number of tokens that it may generate."""
     cache_tokens: int
     """Cache positions that are reserved for it, for its greatest length."""
     arrived: float
     deadline: float = inf
-    """Of its first token."""
+    """Deadline of its first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +186,13 @@ class _Timeline:
         self.step = 0
         self._start = now
         self._load = BatchLoad.of(running)
-        # a request leaves before the step of the first number
+        # the first number is the step before which a request leaves
         self._departures = sorted(
             (request.new_left, request.key, request.adapter, request.cache_tokens) for request in running
         )
         self._prompt_tokens = sum(request.prompt_left for request in running)
         self.earliest_deadline = inf
-        """Of the requests that join this step."""
+        """Earliest deadline of the requests that join this step."""
 
     @property
     def end(self) -> float:

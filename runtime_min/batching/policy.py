@@ -23,7 +23,7 @@ from scute_compile.runtime_min.batching.forecast import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Scheduling options of a queue. The default serves requests in the order of arrival, and drops none."""
+    """Scheduling options of a queue. By default requests are served in the order of arrival, and none is dropped."""
 
     patience: float = 0.0
     """Clustering: requests whose adapter is in the batch may be scheduled ahead of others for up to that many seconds.
@@ -38,7 +38,7 @@ class Policy:
                 where="patience",
                 found=f"{self.patience} s",
                 expected="at least 0 s",
-                next="pass the seconds for which others may be scheduled ahead of a request; 0 for none",
+                next="pass for how many seconds others may be scheduled ahead of a request; 0 for never",
             )
 
 
@@ -73,17 +73,18 @@ def decide(
 
     - The batch never exceeds its limits.
     - No request is scheduled ahead of an older one that has waited for the policy's patience. Before that, requests
-      whose adapter is in the batch go first, and requests that fit go ahead of older ones that don't.
+      whose adapter is in the batch are scheduled first, and requests that fit are scheduled ahead of older requests
+      that don't.
     - With early abort, a request is dropped if the forecast of its first token is after its deadline. The forecast
-      serves requests in the order of arrival, and dropped ones don't delay later ones; so under overload the newest
-      requests are dropped. No request goes first if another would then miss its deadline.
+      serves requests in the order of arrival, and dropped requests don't delay later ones; so under overload the
+      newest requests are dropped. No request is scheduled ahead of others if any of them would then miss its deadline.
 
     Args:
         policy: The scheduling options.
         limits: The largest load of the batch.
         now: The clock, seconds.
         queued: The queue, in any order.
-        running: The batch, with the requests that join its next step already.
+        running: The batch, including the requests that already join its next step.
     """
     queue = sorted(queued, key=lambda request: (request.arrived, request.key))
     plan: Forecast | None = None
@@ -122,7 +123,7 @@ class _Admission:
         return [request.key for request in self._admitted]
 
     def _admit_in_order(self) -> bool:
-        """Admit the requests that have waited for the patience, in order; return whether all were admitted."""
+        """Admit the requests that have waited at least `patience`, in order; return whether all were admitted."""
         patience = self._policy.patience
         for request in [request for request in self._queue if self._now - request.arrived >= patience]:
             planned = self._plan is None or request.key in self._plan.next_step
@@ -132,7 +133,7 @@ class _Admission:
         return True
 
     def _admit_clustered(self) -> None:
-        """Admit other requests: those whose adapter is in the batch, then the oldest that adds one, and so on."""
+        """Admit other requests: those whose adapter is in the batch, then the oldest other one, and so on."""
         skipped: set[int] = set()
         while True:
             candidates = [

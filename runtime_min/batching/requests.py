@@ -17,13 +17,8 @@ class Phase(StrEnum):
     DONE = "done"
     CANCELLED = "cancelled"
     DROPPED = "dropped"
-    """Dropped by early abort, since it would have missed its deadline."""
+    """Dropped by early abort, because it would have missed its deadline."""
     FAILED = "failed"
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the request has ended."""
-        return self not in {Phase.WAITING, Phase.RUNNING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ _UNSUPPORTED = (
 PROBE_TOKENS = 12
 """Length of the prompt that tests a model."""
 ALLOWED_ROUNDINGS = 16
-"""Allowed mean difference of the probe's logits, in roundings of their standard deviation: what another order of
-summation causes. A missing softcap or a wrong position causes more."""
+"""Allowed mean difference of the probe's logits, in roundings of their standard deviation: another order of
+summation causes differences of this size. A missing softcap or a wrong position causes larger ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class CacheSize:
     """Tokens of a page; a request takes whole pages."""
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    """Most tokens of a step; longer prompts are read in several steps."""
+    """Largest number of tokens of a step; longer prompts are read in several steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ class TransformersBatch:
         if cap is not None and "flash" not in self._attention:
             self._refuse(
                 f"`{self._attention}` attention",
-                f"a softcap of {cap}, which its paged form drops",
+                f"a softcap of {cap}, which the paged form of this attention drops",
                 "attention without a softcap, or a flash kernel",
             )
 

@@ -16,7 +16,7 @@ from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdapterReader:
-    """Reads this rank's file of an artifact as the pool holds adapters."""
+    """Reads this rank's file of an artifact into a packed adapter."""
 
     pool: ResidentPool
     part: RankPart

@@ -49,7 +49,7 @@ def _is_count(value: object, least: int) -> bool:
 
 @contextmanager
 def allocating(pool_bytes: int, shared_bytes: int) -> Iterator[None]:
-    """Report failed allocations inside the block with the sizes that were asked for (SC814)."""
+    """Report failed allocations inside the block, with the requested sizes (SC814)."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:
@@ -153,9 +153,9 @@ def names_per_row(adapter_names: Sequence[str | None], rows: int) -> tuple[str |
         rows: Rows of the batch.
 
     Raises:
-        ScuteError: SC703 for another type, another length, or an entry that is no name.
+        ScuteError: SC703 for another type, another length, or an entry that is not a name.
     """
-    if not isinstance(adapter_names, list | tuple):  # a set has no order, and a text would be read as its letters
+    if not isinstance(adapter_names, list | tuple):  # a set has no order, and a string would be read as its characters
         fail(
             Code.SC703,
             where="adapter_names",
@@ -222,7 +222,7 @@ def check_adapter(name: str, source: object) -> None:
 
 
 def check_structure(name: str, recorded: BaseIdentity, served: str | None) -> None:
-    """Refuse an artifact for a base of another structure than the served one, where that is known (SC608)."""
+    """Refuse an artifact for a base whose structure differs from that of the served base, if known (SC608)."""
     if served is not None and recorded.structure != served:
         fail(
             Code.SC608,

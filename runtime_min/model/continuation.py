@@ -18,6 +18,7 @@ from scute_compile.runtime_min.model.served_model import ServedModel
 OnToken = Callable[[Sequence[str]], None]
 """Called after each step with the text of every row so far."""
 SPARE_BYTES = 128 << 10
+"""Bytes that are reserved beyond the tensors, for the ends of pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +48,11 @@ def continue_prompts(
     The base is loaded in the dtype of the first artifact; without artifacts in the dtype of its weights.
 
     Args:
-        base: the base.
-        artifacts: artifacts by adapter name, compiled for this base.
-        prompts: for each row the adapter's name, None for the base alone, and the text.
-        max_new_tokens: the largest number of tokens per row. A row ends earlier with an end token.
-        on_token: called after each step.
+        base: The base to load.
+        artifacts: Artifacts by adapter name, compiled for this base.
+        prompts: For each row the adapter's name, None for the base alone, and the text.
+        max_new_tokens: Largest number of tokens per row. A row ends earlier with an end token.
+        on_token: Called after each step.
 
     Returns:
         For each row the text and the token ids of the continuation, without the end token.
@@ -149,7 +150,7 @@ def _tokenizer(base: ServedBase) -> Any:  # noqa: ANN401 - likewise
     local = Path(base.source).is_dir()
     try:
         return AutoTokenizer.from_pretrained(base.source)
-    except Exception as error:  # noqa: BLE001 - a damaged file can lead to any
+    except Exception as error:  # noqa: BLE001 - a damaged file can raise anything
         fail(
             Code.SC107,
             where=base.source,
@@ -198,8 +199,8 @@ def _check_tokens(base: ServedBase, model: Any, tokens: Sequence[Sequence[int]],
         fail(
             Code.SC703,
             where="--prompt",
-            found=f"{length} tokens with the new ones",
-            expected=f"at most {limit}",
+            found=f"{length} tokens, prompt and answer together",
+            expected=f"at most {limit}, the model's context",
             next="shorten the longest prompt, or ask for fewer tokens with --max-new-tokens",
         )
 

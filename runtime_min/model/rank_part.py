@@ -26,7 +26,7 @@ class RankPart:
 
     ranks: RankGroup = field(default_factory=lambda: RankGroup(distributed=False))
     lora_sharding: LoraSharding = LoraSharding.DEFAULT
-    """How artifacts divide low-rank terms among the ranks; a pool holds one layout."""
+    """The layout of low-rank terms over the ranks; a pool holds one layout."""
     cuts: Mapping[str, LayerCut] = field(default_factory=dict)
     """By path of a layer; empty with one rank."""
     exchanges: Mapping[str, TermExchange] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class RankPart:
                 connect(layer, self.cuts[path], self.ranks)
 
     def check(self, artifact: Artifact, name: str, paths: Mapping[str, str]) -> None:
-        """Refuse an artifact whose sites are cut otherwise than this model (SC402), or exchanged otherwise (SC812).
+        """Refuse an artifact whose cuts (SC402) or whose exchanges (SC812) differ from this model's.
 
         Args:
-            artifact: An opened artifact; one for another number of ranks is left to the pool, which refuses it.
+            artifact: An opened artifact. `read_adapter` refuses an artifact for another number of ranks.
             name: The adapter's name.
-            paths: The path of the layer of each site.
+            paths: Path of each site's layer, by site.
         """
         if artifact.manifest.tp != self.ranks.size:
             return
@@ -71,7 +71,7 @@ class RankPart:
 def cut_for_rank(
     model: torch.nn.Module, ranks: RankGroup, lora_sharding: LoraSharding | str = LoraSharding.DEFAULT
 ) -> RankPart:
-    """Cut a model's linear layers for this rank, in place and for good, and return the part.
+    """Cut a model's linear layers for this rank, in place, and return the part; the whole weights are not kept.
 
     Raises:
         ScuteError: SC501 when a layer doesn't divide over the ranks, or has fewer outputs than there are ranks; SC703

@@ -54,23 +54,23 @@ class ServedModel:
     loaded adapters as they were.
 
     Args:
-        model: A transformers causal LM on one device. Its linear layers are replaced until `remove`; the output head
-            stays, found as the object that `get_output_embeddings` returns. The compiler knows only names in files and
-            goes by a table of those; a loaded model knows its own head.
-        max_adapters: Most adapters on the device at once, and so most in one batch.
+        model: A transformers causal LM on one device. Its linear layers are replaced until `remove`, except the
+            output head: the module that `get_output_embeddings` returns. (The compiler, which sees only names in files,
+            finds it by a table of names.)
+        max_adapters: Largest number of adapters on the device at once, and so in one batch.
         pool_bytes: Device memory for adapters: bytes, or text such as `"128MiB"`; rounded up to pages of 2 KiB.
         shared_bytes: Device memory for factors that adapters share, in the same form. The default holds two pairs of
             rank 256 and 14336 features in bfloat16.
         dtype: The pool's dtype; None for that of the model's layers, which a GPU requires.
-        max_num_batched_tokens: Most tokens of a step: rows times the longest prompt.
-        max_num_seqs: Most tokens of a decode step.
+        max_num_batched_tokens: Largest number of tokens of a step: rows times the longest prompt.
+        max_num_seqs: Largest number of tokens of a decode step.
         max_lora_rank: The largest rank that the step's buffers hold from the start. They grow when an adapter of a
             larger rank is loaded, but graphs that were captured before then are lost.
         base_structure: The structure hash of the base; artifacts that were compiled for another are refused.
         convert: Whether artifacts of another dtype are rounded to the pool's; they are refused otherwise.
         fixed: Whether every step launches the same kernels, whatever its adapters, as CUDA graphs and `torch.compile`
             need.
-        rank_part: What `for_rank` passes for a model that several ranks share.
+        rank_part: This rank's part of a model that several ranks share; `for_rank` passes it.
 
     Raises:
         ScuteError: SC402 when the model has no linear layer; SC703 when its layers lie on several devices or are
@@ -112,7 +112,7 @@ class ServedModel:
             shared_bytes=bytes_of(shared_bytes, name="shared_bytes", least=0),
         )
         self._reader = AdapterReader(pool=self.pool, part=part, convert=convert, base_structure=base_structure)
-        # any int32 tensor is the buffer until the first step is written
+        # until the first step is written, any int32 tensor can be the buffer
         self._step = StepState(tables=PoolTensors.of(self.pool.memory), buffer=self.pool.memory.page_map)
         limits = StepLimits(
             max_num_batched_tokens=max_num_batched_tokens,
@@ -138,10 +138,10 @@ class ServedModel:
         lora_sharding: LoraSharding | str = LoraSharding.DEFAULT,
         **options: Any,  # noqa: ANN401 - the constructor's
     ) -> Self:
-        """Cut a model for this rank, in place and for good, and serve adapters on it.
+        """Cut a model for this rank, in place, and serve adapters on it; the whole weights are not kept.
 
         All ranks make the same calls in the same order. An adapter is loaded on all ranks or on none (SC815), and takes
-        as many pages on each, so that all ranks evict and refuse the same adapters. Row-parallel layers round each
+        equally many pages on each, so that all ranks evict and refuse the same adapters. Row-parallel layers round each
         rank's partial sums to the model's dtype and add them up in it, as engines do.
 
         Args:
@@ -167,7 +167,7 @@ class ServedModel:
 
     @property
     def loaded(self) -> Mapping[str, LoadedFacts]:
-        """Facts about each loaded adapter; one that was replaced has another object than before."""
+        """Facts about each loaded adapter; a replacement has a new object."""
         return self._loaded
 
     @property
@@ -177,7 +177,7 @@ class ServedModel:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Most tokens of a step."""
+        """Largest number of tokens of a step."""
         return self._writer.max_tokens
 
     @property
@@ -343,7 +343,7 @@ class ServedModel:
             layer.exchanges = not terms.isdisjoint(layer.sites)
 
     def _write(self, adapter_names: AdapterNames, shape: tuple[int, int]) -> None:
-        """Write the step of one call, whose rows may be several per name, next to each other, as beams are."""
+        """Write the step of one call, which may have several adjacent rows per name, such as beams."""
         rows, length = shape
         tokens = rows // len(adapter_names) * length
         self._write_tokens([name for name in adapter_names for _ in range(tokens)])
@@ -356,7 +356,7 @@ class ServedModel:
             self._step.set_launch(*self._writer.arguments())
 
     def _read(self, source: Artifact | Path | str, name: str, check: Callable[[], None]) -> PackedAdapter:
-        """Read an adapter on all ranks or on none, with as many pages on each, and fit the step's buffers to it."""
+        """Read an adapter on all ranks or on none, with equally many pages on each, and fit the step's buffers."""
         memory = self.pool.memory
         all_or_none = partial(self.ranks.all_or_none, name, memory.pages.device)
         with all_or_none():
@@ -364,7 +364,7 @@ class ServedModel:
             check()
             packed = self._reader.read(source, name)
         self.ranks.check_same(name, packed.digest, memory.pages.device)
-        with all_or_none():  # apart from reading, since ranks exchange sizes here
+        with all_or_none():  # separate from reading, because ranks exchange sizes here
             if self.ranks.size > 1:
                 packed = with_equal_pages(packed, self.ranks, memory.pages.device, self._reader.factors)
             check_size(packed, pages=len(memory.pages), shared=len(memory.shared))

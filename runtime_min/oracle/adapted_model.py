@@ -76,7 +76,7 @@ class AdaptedModel:
                 where="adapter_names",
                 found=f"the adapter name `{unknown}`",
                 expected="one of " + ", ".join(f"`{name}`" for name in self._names) + ", or None for the base",
-                next="load the adapter when the model is made",
+                next="pass the adapter when the AdaptedModel is made",
             )
         before, self._rows = self._rows, tuple(adapter_names)
         try:

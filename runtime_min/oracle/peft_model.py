@@ -1,7 +1,7 @@
 """PEFT as the oracle: the adapter on a float32 base as the installed PEFT computes it, with every key consumed.
 
-PEFT drops unknown keys and keeps the initial values of missing ones; both refuse the comparison here. For an adapter
-that was re-rooted, the keys and the module names in its configuration are renamed to those of the loaded model.
+PEFT drops unknown keys and keeps the initial values of missing keys; in both cases the comparison is refused. For an
+adapter that was re-rooted, the keys and the module names in its configuration are renamed to those of the loaded model.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _base_path(raw: str, manifest: Manifest) -> str:
 
 
 def why_not_comparable(adapter: AdapterFolder, located: Located) -> str:
-    """Return why the installed PEFT computes the adapter otherwise than the one that wrote it; empty if it doesn't."""
+    """Return why the installed PEFT and the PEFT that wrote the adapter differ on it; empty if they agree."""
     config = adapter.config
     if config.get("peft_type") == "OFT":
         if any(".oft_r" in key or ".oft_s" in key for key in located.tensors):
@@ -138,7 +138,7 @@ def _refuse(adapter: AdapterFolder, found: str) -> None:
         Code.SC702,
         where=adapter.name,
         found=found,
-        expected="an adapter of which the installed PEFT reads every key",
+        expected="an adapter whose every key the installed PEFT reads",
         next="verify with the PEFT version that wrote the adapter",
     )
 

@@ -1,7 +1,7 @@
 """Simulated tensor parallelism: every rank computes with its shard of the base and the tensors of its own file.
 
 The ranks' files are never joined. Column-parallel: the ranks' outputs are concatenated. Row-parallel: partial sums stay
-in the wide dtype until they are added, and one rank alone adds the base's bias and the shift.
+in the wide dtype until they are added, and only one rank adds the base's bias and the shift.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ def verify(
     base: Path | str,
     *,
     tokens: int = 64,
-    seed: int = 0,
     base_dtype: str | None = None,
 ) -> Verification:
     """Compare an artifact with its adapter under PEFT, both in float32 on the CPU.
@@ -65,8 +64,7 @@ def verify(
         artifact: The opened artifact, or its folder.
         adapter: The adapter that it was compiled from, or its folder.
         base: The base's folder, with weights. The caller checks that it is the base of the artifact.
-        tokens: Least number of random tokens, in four rows.
-        seed: Seed of the tokens.
+        tokens: Number of random tokens, rounded up to four rows of equal length.
         base_dtype: The dtype that the base is stored in: float32, bfloat16 or float16; None for that of its config.
 
     Raises:
@@ -77,7 +75,7 @@ def verify(
     source = adapter if isinstance(adapter, AdapterFolder) else open_adapter(str(adapter))
     model = load_model(Path(base))
     located = locate(source, opened.manifest, _names_in_model(opened, model))
-    ids = _random_ids(model, tokens, seed)
+    ids = _random_ids(model, tokens)
     result = partial(Verification, tokens=ids.numel(), tp=opened.manifest.tp, dtype=opened.manifest.dtype.value)
     if reason := why_not_comparable(source, located):
         return result(comparable=False, reason=_not_comparable(source, reason))
@@ -111,11 +109,11 @@ def _names_in_model(artifact: Artifact, model: torch.nn.Module) -> Mapping[str, 
     return {f"{found.dropped}.{rest}" if found.dropped else rest: name for name, rest in rests.items()}
 
 
-def _random_ids(model: torch.nn.Module, tokens: int, seed: int) -> torch.Tensor:
-    """Return random token ids, `(4, at least tokens / 4)`."""
+def _random_ids(model: torch.nn.Module, tokens: int) -> torch.Tensor:
+    """Return random token ids, `(4, at least tokens / 4)`, the same in every call."""
     config: Any = model.config
     vocabulary = int(config.get_text_config().vocab_size)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary, (ROWS, max(2, -(-tokens // ROWS))), generator=generator)
 
 

@@ -73,13 +73,13 @@ def check_resident(name: str, resident: Container[str]) -> None:
 
 
 def check_new(name: str, known: Mapping[str, PackedAdapter]) -> None:
-    """Refuse a name that is taken (SC806), or that is no text: None stands for the base (SC703)."""
+    """Refuse a name that is taken (SC806), or anything but a non-empty string, such as None for the base (SC703)."""
     if not isinstance(name, str) or not name:
         fail(
             Code.SC703,
             where="an adapter's name",
             found=f"{name!r:.40}",
-            expected="a text of at least one character",
+            expected="a string of at least 1 character",
             next="load the adapter under a name",
         )
     if name in known:
@@ -99,7 +99,7 @@ def check_layout(packed: PackedAdapter, *, sites: int, dtype: torch.dtype) -> No
             Code.SC801,
             where=packed.name,
             found=f"an adapter packed in {packed.dtype} for {len(packed.rows)} layers",
-            expected=f"one in {dtype} for {sites} layers",
+            expected=f"an adapter packed in {dtype} for {sites} layers",
             next="pack it for this pool",
         )
     pairs = {pair.shared for pair in packed.pairs}

@@ -62,7 +62,7 @@ class DeviceMemory:
     def batch(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Defer the writes of small adapters inside a `with` block, and do them by one scatter at its end.
 
-        Where the device has no memory for the batch beside the pool, every adapter is written by itself.
+        Where the device has no memory for the batch beside the pool, each adapter is written on its own.
 
         Args:
             buffers: Host buffers of the adapters that the block may write, of any size.
@@ -231,7 +231,7 @@ def _refuse_staging(size: int) -> NoReturn:
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # PyTorch leaves it without annotations
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # PyTorch does not annotate it
 
 
 def _event() -> torch.cuda.Event:

@@ -2,7 +2,7 @@
 
 An adapter is a contiguous sequence of granules of 16 bytes. Every tensor starts at a granule, and rows of A and B are
 padded to whole granules. `page_map` holds the physical page of each 2 KiB of the sequence, so an adapter's pages may
-lie anywhere. Shared factors have memory of their own, in which each factor is contiguous.
+lie anywhere. Shared factors lie in separate memory, in which each factor is contiguous.
 """
 
 from __future__ import annotations

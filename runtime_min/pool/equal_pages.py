@@ -1,7 +1,7 @@
 """Padding of adapters to equal page counts on all ranks, so that all ranks make the same eviction decisions.
 
-Ranks' parts differ in size: one rank alone adds the shift of a row-parallel layer, and shares of a term's rank may be
-uneven. If one rank evicted or refused an adapter that another keeps, the ranks' collectives would no longer match.
+The ranks' parts differ in size: only one rank adds the shift of a row-parallel layer, and shares of a term's rank may
+be uneven. If one rank evicted or refused an adapter that another keeps, the ranks' collectives would not match.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from scute_compile.runtime_min.pool.packed_adapter import FactorWindow, PackedAd
 from scute_compile.runtime_min.ranks.group import RankGroup
 
 MAX_FACTORS = 62
-"""Most shared factors of an adapter that are padded; it has one or two for each shape of its layers."""
+"""Largest number of an adapter's shared factors that are padded; it has one or two for each shape of its layers."""
 
 
 def with_equal_pages(
     packed: PackedAdapter, ranks: RankGroup, device: torch.device, factors: MutableMapping[str, PackedFactor]
 ) -> PackedAdapter:
-    """Pad an adapter to the largest rank's page count; a collective, which all ranks call for the same adapter.
+    """Pad an adapter to the largest rank's page count; all ranks must call this for the same adapter.
 
-    Shared factors are padded as well where all ranks hold equally many, namely other columns of the same factors. The
-    numbers differ only where some ranks' cuts fall inside a granule, which no model's head size causes; the pages of
-    shared factors then stay each rank's own.
+    Shared factors are padded too if all ranks hold equally many, which are then different columns of the same factors.
+    The numbers differ only if the cuts of some ranks fall inside a granule. The head size of no known model causes
+    this; shared factors are then not padded.
 
     Args:
         packed: The rank's part.

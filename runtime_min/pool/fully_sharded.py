@@ -38,7 +38,7 @@ class PairRows:
     b: RowOrder
 
     def d_of(self, d_R: torch.Tensor) -> torch.Tensor:
-        """Return d with a zero for each of A's rows of zeros, which are the last rows."""
+        """Return d with a zero for each of A's rows of zeros, which come last."""
         return torch.nn.functional.pad(d_R, (0, len(self.a.order) - len(d_R)))
 
 
@@ -65,14 +65,14 @@ def check_exchanges(name: str, manifest: Manifest, rank: int, exchanges: Mapping
                 Code.SC812,
                 where=f"{name}: {record.name}",
                 found="a term that is " + _layout(term.rows is not None, part),
-                expected=_layout(not whole, exchange.part if exchange else None) + ", as the ranks of this runtime are",
-                next="let the ranks exchange at every layer that they share, as `ServedModel.for_rank` does",
+                expected=_layout(not whole, exchange.part if exchange else None) + ", as in this runtime",
+                next="pass an exchange for every layer that the ranks share, as `ServedModel.for_rank` does",
             )
 
 
 def _layout(sharded: bool, part: Interval | None) -> str:
     if part is not None:
-        return f"fully sharded by outputs, {part[0]} to {part[1]} here"
+        return f"fully sharded by outputs, {part[0]} to {part[1]} on this rank"
     return "fully sharded by rank" if sharded else "whole on every rank"
 
 
@@ -95,8 +95,8 @@ def owned_term(a: torch.Tensor, b: torch.Tensor, term: TermRecord, rank: int) ->
 def pair_rows(term: TermRecord, rank: int) -> PairRows | None:
     """Return the rows of a shared pair that a rank holds; None where the term isn't fully sharded.
 
-    A pair has the same rank at all layers. So at row-parallel layers, where every rank holds all rows, rows of zeros
-    also round it up to a multiple of the ranks.
+    A pair has the same rank at all layers. At row-parallel layers, where every rank holds all rows, rows of zeros
+    therefore round it up to a multiple of the number of ranks too.
     """
     if term.rows is not None:
         start, stop = term.rows[rank]
@@ -115,7 +115,7 @@ def pair_rows(term: TermRecord, rank: int) -> PairRows | None:
 def split_outputs(
     record: SiteRecord, rank: int, content: SiteContent, parts: Sequence[DirectoryEntry]
 ) -> dict[str, SiteContent]:
-    """Return a row-parallel layer's tensors by directory entry: vectors cut, terms at this rank's part.
+    """Return a row-parallel layer's tensors by directory entry: vectors are cut, terms belong to this rank's entry.
 
     Args:
         record: The manifest record of the layer.

@@ -41,13 +41,13 @@ class Resident:
 
     packed: PackedAdapter
     index: int
-    """The adapter index: its first axis in the directory."""
+    """The adapter index: its position on the directory's first axis."""
     placement: Placement
     pairs: tuple[int, ...]
     """Index of the shared pair of each of the adapter's windows."""
     facts: ResidentFacts
     uses: int = 0
-    """Running steps that read it; while there are any, it is held: not evicted."""
+    """Number of running steps that read it."""
     retired: bool = False
     """Whether it was replaced and stays only for running steps."""
     last_use: torch.cuda.Event | None = None
@@ -69,7 +69,7 @@ class Lease:
 
 
 class Leases:
-    """The leases that are held."""
+    """The leases of running steps, which count the uses of their adapters."""
 
     def __init__(self) -> None:
         self._open: set[Lease] = set()

@@ -30,7 +30,7 @@ class PackedFactor:
     """A shared factor, stored once for all adapters that use it."""
 
     key: str
-    """Hash of the factor; followed by the columns and rows where only some are held."""
+    """Hash of the factor, followed by its columns and rows where only some of them are held."""
     rank: int
     features: int
     buffer: torch.Tensor
@@ -40,7 +40,7 @@ class PackedFactor:
 
     @property
     def whole(self) -> str:
-        """Hash of the whole factor, of which only some columns may be held."""
+        """Hash of the whole factor, even where only some of its columns are held."""
         return self.key.partition(":")[0]
 
     @property
@@ -78,7 +78,7 @@ class PairWindow:
 
     @property
     def shared(self) -> tuple[str, str]:
-        """Identifies the pair of factors, whichever of their columns a site uses."""
+        """Identifies the pair of factors, regardless of the columns that a site uses."""
         return self.a.factor.whole, self.b.factor.whole
 
 
@@ -98,8 +98,9 @@ class SiteContent:
     """The tensors of one site: any number of owned terms in `tensors.terms`, or one shared term."""
 
     in_features: int
-    """Of the rank's part of the layer."""
+    """Inputs of the rank's part of the layer."""
     out_features: int
+    """Outputs of the rank's part of the layer."""
     tensors: SiteTensors = field(default_factory=SiteTensors)
     shared: SharedTerm | None = None
 
@@ -292,7 +293,7 @@ def _place_vectors(row: torch.Tensor, tensors: SiteTensors, layout: _Layout) -> 
 def _place_terms(row: torch.Tensor, site: DirectoryEntry, tensors: SiteTensors, layout: _Layout) -> None:
     """Concatenate the owned terms of a site along the rank: the sum of `x A B` over terms is one product.
 
-    `RANK` is the rank of B: A may hold a share of its rows, and gives as many entries of the intermediate.
+    `RANK` is the rank of B. A may hold only a share of the rows, and then gives that share of the intermediate.
     """
     row[Field.RANK] = sum(len(term.b) for term in tensors.terms)
     row[Field.A_PAGES] = row[Field.B_PAGES] = 0

@@ -1,4 +1,4 @@
-"""Allocation of device pages, of which any serves any adapter, and of contiguous runs in the page map."""
+"""Allocation of device pages, any of which can hold any part of an adapter, and of contiguous runs in the page map."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class PagePool:
     def __init__(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate `pages`, zeros of shape `(num_pages, 2048 / itemsize)`."""
         self.pages = torch.zeros(num_pages, PAGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        # A stack whose top is taken first, so that an empty pool fills from page 0. It is a numpy array, because a
-        # large adapter has 40000 pages and is copied only after this bookkeeping.
+        # A stack whose top is taken first, so that an empty pool fills from page 0. It is a numpy array for speed: a
+        # large adapter has 40000 pages, and its copy starts after this bookkeeping.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._top = num_pages
         self._taken = np.zeros(num_pages, dtype=np.bool_)

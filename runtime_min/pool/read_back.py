@@ -1,4 +1,4 @@
-"""Reading tensors back from pages through the page map, on any device: the meaning of the kernels' addressing."""
+"""Reading tensors back from pages through the page map, on any device: the reference for the kernels' addressing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_run(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a tensor whose values lie without gaps from granule `offset` on; arguments as for `read_rows`."""
+    """Return a tensor whose values are contiguous from granule `offset` on; arguments as for `read_rows`."""
     count = torch.Size(shape).numel()
     row = read_rows(pages, page_map, first_page=first_page, offset=offset, stride=0, shape=(1, count), dtype=dtype)
     return row.reshape(shape)
@@ -89,7 +89,7 @@ def read_field(memory: Tables, index: int, site: int, field: Field, shape: tuple
         shape: Shape of the result: two dimensions for A and B, any for the others.
 
     Raises:
-        ValueError: when the tensor is absent, or `field` is no offset.
+        ValueError: when the tensor is absent, or `field` is not an offset.
     """
     row = memory.directory[index, site].tolist()
     if not field.name.endswith("_OFFSET") or row[field] < 0:

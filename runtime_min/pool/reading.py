@@ -55,13 +55,13 @@ def read_adapter(
     Args:
         artifact: An opened artifact.
         sites: The model's layers as the rank holds them, in the order of the directory and under the artifact's names;
-            fully sharded, a row-parallel layer has one entry for the outputs that the rank expands to, and others for
-            the rest.
+            when fully sharded, a row-parallel layer has one entry for the outputs that the rank expands to, and
+            others for the rest.
         dtype: The pool's dtype.
         name: The adapter's name; empty for the artifact's.
         tp: Number of ranks of the runtime.
-        rank: Which of them this is.
-        sharding: How the runtime's ranks divide terms.
+        rank: This rank.
+        sharding: The layout of terms on the runtime's ranks.
         factors: Shared factors in host memory; those that this artifact adds are stored in it.
         convert: Whether an artifact of another dtype is rounded to the pool's; it is refused otherwise.
         pin: Whether buffers lie in pinned memory.
@@ -127,14 +127,14 @@ def _check_target(artifact: Artifact, name: str, *, tp: int, dtype: torch.dtype,
             where=name,
             found=f"an artifact in {manifest.dtype}",
             expected=f"{wanted}, the pool's dtype",
-            next=f"compile the adapter again with --dtype {wanted}, or ask for a conversion, which rounds once more",
+            next=f"compile the adapter again with --dtype {wanted}, or serve it with convert=True, which rounds again",
         )
 
 
 def _check_sharding(manifest: Manifest, name: str, sharding: LoraSharding) -> None:
     """Refuse terms in another layout than the runtime's; without terms that ranks share, the layouts are equal."""
-    divided = manifest.tp > 1 and any(site.terms and site.split is not Split.REPLICATED for site in manifest.sites)
-    if divided and manifest.lora_sharding is not sharding:
+    cut = manifest.tp > 1 and any(site.terms and site.split is not Split.REPLICATED for site in manifest.sites)
+    if cut and manifest.lora_sharding is not sharding:
         fail(
             Code.SC812,
             where=name,
@@ -232,13 +232,12 @@ def _check_term(name: str, record: SiteRecord, number: int, term: TermRecord) ->
     single = term.a is not None and term.b is not None and len(record.terms) == 1
     if owned or single:
         return
-    owners = ["shared" if window else "own" for window in (term.a, term.b)]
+    owners = ["shared" if window else "owned" for window in (term.a, term.b)]
     live = "".join(f" and {slot}" for slot, present in (("d", term.d), ("e", term.e)) if present)
     fail(
         Code.SC803,
         where=f"{name}: {record.name}, term {number} of {len(record.terms)}",
         found=f"A {owners[0]}, B {owners[1]}{live}",
-        expected="terms whose factors are all the adapter's own, d and e folded into them, or one term between two "
-        "shared factors",
-        next="compile the adapter again with this version; serve it on another engine if that changes nothing",
+        expected="terms with owned factors, into which d and e are folded, or a single term with two shared factors",
+        next="compile the adapter again with this version; if that changes nothing, serve it on another engine",
     )

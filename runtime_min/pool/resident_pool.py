@@ -46,12 +46,12 @@ class ResidentPool:
     Args:
         sites: The model's layers as this rank holds them; their order is that of the directory.
         num_pages: Number of pages of 2 KiB.
-        max_adapters: Most adapters that are resident at once.
+        max_adapters: Largest number of adapters on the device at once.
         dtype: Dtype of all values but `b`.
         device: The device that kernels run on.
         map_entries: Length of the page map; None for four entries per page, so that gaps rarely need closing.
         shared_pages: Pages for shared factors; the default holds two pairs of rank 256 and 14336 features in bfloat16.
-        pairs: Most pairs of shared factors at once.
+        pairs: Largest number of pairs of shared factors on the device at once.
 
     Raises:
         ScuteError: SC703 for sizes below one.
@@ -156,7 +156,7 @@ class ResidentPool:
         """
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        if any(name not in self._current for name in wanted):  # engines ask at every step, mostly for the same adapters
+        if any(name not in self._current for name in wanted):  # engines call this at every step
             self._check_batch(wanted)
         self._swap_in_all(wanted, self._swap_in)
         return {name: self._current[name].index for name in wanted}
@@ -178,7 +178,7 @@ class ResidentPool:
         """
         wanted = tuple(dict.fromkeys(names))
         check_known(wanted, self._host)
-        with suppress(ScuteError):  # without staging memory, the next batch's `ensure` is refused
+        with suppress(ScuteError):  # a batch that lacks staging memory is refused later, by `ensure`
             self._swap_in_all(wanted, lambda packed, candidates: self._try_swap_in(packed, candidates, compact=False))
         return tuple(name for name in wanted if name in self._current)
 
@@ -189,7 +189,7 @@ class ResidentPool:
         return self._leases.acquire(indices, tuple(self._current[name] for name in indices))
 
     def release(self, lease: Lease) -> None:
-        """Release a step's adapters, once its kernels are launched on the current stream. Raises SC703 if it was."""
+        """Release a step's adapters once its kernels are launched on the current stream. Raises SC703 if not held."""
         self._leases.release(lease, self.memory.mark_use())
         for resident in lease.residents:
             if resident.retired:
@@ -227,13 +227,13 @@ class ResidentPool:
         check_batch({name: self._host[name] for name in names}, held, capacity)
 
     def _idle(self, keep: Container[str] = ()) -> Iterator[Resident]:
-        """Yield the adapters that may be evicted, least recently used first; few of thousands are consumed."""
+        """Yield the adapters that may be evicted, least recently used first. Callers consume only a few of them."""
         return (item for name, item in self._current.items() if not item.held and name not in keep)
 
     def _swap_in_all(self, wanted: Sequence[str], swap_in: _SwapIn) -> None:
         """Move the missing adapters to the device by `swap_in`, and mark all as the most recently used."""
         missing, keep = [self._host[name] for name in wanted if name not in self._current], frozenset(wanted)
-        self._touch(wanted)  # behind the adapters that may be evicted, so that the search finds these at once
+        self._touch(wanted)  # so that the search starts with the adapters that may be evicted
         if not missing:
             return
         try:
@@ -244,7 +244,7 @@ class ResidentPool:
         except BaseException:
             unwritten = self.memory.unwritten
             for resident in [item for item in self._current.values() if item.index in unwritten]:
-                self._drop(resident)  # its rows are those of another adapter, or of none
+                self._drop(resident)  # its directory rows were not written
             self.memory.clear_unwritten()
             raise
         self._touch(wanted)

@@ -163,7 +163,7 @@ class Residents:
     def can_place(self, packed: PackedAdapter) -> bool:
         """Return whether the page map and the shared memory have gaps long enough for an adapter.
 
-        Where the gaps together are large enough, `compact` makes one of them.
+        `compact` joins the gaps into one, where they are large enough together.
         """
         new = [factor.pages for factor in packed.factors if factor.key not in self._factors]
         return self._map.can_allocate([packed.pages]) and self._shared.can_allocate(new)
@@ -232,7 +232,7 @@ class Residents:
 
         Every running step must have been launched on the current stream.
         """
-        self._memory.flush()  # first, since it may be refused
+        self._memory.flush()  # first, because it can raise
         self._memory.settle()
         self._map.clear()
         for resident in self._placed:

@@ -1,7 +1,8 @@
 """Batched staging of small adapters that are loaded together: their writes are deferred and done by one scatter.
 
-One by one, the host's work for a small adapter takes longer than its copy. The batch allocates all memory that the
-scatter needs before the first adapter is staged, so that a scatter can't run out of memory halfway.
+When adapters are written one by one, the host's work for a small adapter takes longer than its copy. The batch
+allocates all memory that the scatter needs before the first adapter is staged, so that a scatter can't run out of
+memory halfway.
 """
 
 from __future__ import annotations
@@ -117,6 +118,6 @@ class StagingBatch:
         pages.view(torch.int64).index_copy_(0, self._pages64[used], values)
 
     def clear(self) -> None:
-        """Forget the pending writes, which are done."""
+        """Drop the pending writes, which are done."""
         self._begin = self._used
         self.buffers, self._pages, self._starts, self.rows = [], [], [], {}

@@ -37,7 +37,7 @@ class LayerCut:
     """How the ranks share one layer."""
 
     split: Split
-    """`REPLICATED` where every rank computes the whole layer, also because no rule says how to cut it."""
+    """`REPLICATED` where every rank computes the whole layer, which includes layers that no rule cuts."""
     inputs: tuple[Ranges, ...]
     """The inputs that each rank holds."""
     outputs: tuple[Ranges, ...]
@@ -79,7 +79,7 @@ def cut_layers(model: torch.nn.Module, ranks: RankGroup) -> Mapping[str, LayerCu
 
 
 def put_parts(model: torch.nn.Module, cuts: Mapping[str, LayerCut], rank: int) -> None:
-    """Replace the layers of a model by one rank's parts, in place and for good."""
+    """Replace the layers of a model by one rank's parts, in place; the whole weights are not kept."""
     for path, layer_cut in cuts.items():
         put_layer(model, path, _part(model.get_submodule(path), layer_cut, rank))
     for path, layer_cut in cuts.items():
@@ -120,7 +120,7 @@ def _part(layer: torch.nn.Module, layer_cut: LayerCut, rank: int) -> torch.nn.Li
 
 
 def _local_layers(model_type: str, linears: Mapping[str, Linear]) -> frozenset[str]:
-    """Return the layers between which activations stay cut: row-parallel ones, and the column-parallel before them."""
+    """Return the layers between which activations stay cut: row-parallel layers, and those that feed them."""
     found: set[str] = set()
     for path, linear in linears.items():
         parent, _, name = path.rpartition(".")
@@ -139,27 +139,27 @@ def connect(layer: torch.nn.Module, layer_cut: LayerCut, ranks: RankGroup) -> No
     def take_inputs(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (take(args[0], -1, layer_cut.inputs[ranks.rank]), *args[1:])
 
-    def add_up(_: torch.nn.Module, __: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+    def all_reduce(_: torch.nn.Module, __: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
         return ranks.all_reduce(out, Purpose.BASE)
 
-    def join(_: torch.nn.Module, __: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+    def all_gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
         return join_outputs(ranks.all_gather(out), layer_cut)
 
     if layer_cut.split is Split.ROW:
-        layer.register_forward_hook(add_up)
+        layer.register_forward_hook(all_reduce)
         if not layer_cut.local:
             layer.register_forward_pre_hook(take_inputs)
     elif layer_cut.split is Split.COLUMN and not layer_cut.local:
-        layer.register_forward_hook(join)
+        layer.register_forward_hook(all_gather)
 
 
-def join_outputs(every: torch.Tensor, layer_cut: LayerCut) -> torch.Tensor:
+def join_outputs(parts: torch.Tensor, layer_cut: LayerCut) -> torch.Tensor:
     """Return the whole layer's output `(..., out)` from all ranks' parts, `(ranks, ..., out of the rank)`.
 
-    Where several ranks hold copies, the first rank's are taken.
+    Where several ranks hold copies of an output, the first rank's copy is taken.
     """
-    out = every.new_empty((*every.shape[1:-1], layer_cut.out_features))
-    for part, ranges in reversed(list(zip(every, layer_cut.outputs, strict=True))):
+    out = parts.new_empty((*parts.shape[1:-1], layer_cut.out_features))
+    for part, ranges in reversed(list(zip(parts, layer_cut.outputs, strict=True))):
         position = 0
         for start, stop in ranges:
             out[..., start:stop] = part[..., position : position + stop - start]
@@ -183,7 +183,7 @@ def exchanges_of(cuts: Mapping[str, LayerCut], ranks: RankGroup) -> dict[str, Te
                     Code.SC501,
                     where=path,
                     found=f"{layer_cut.out_features} outputs",
-                    expected=f"at least one for each of {ranks.size} ranks",
+                    expected=f"at least {ranks.size}, one for each rank",
                     next="serve it in the default layout",
                 )
             exchanges[path] = TermExchange(ranks=ranks, part=shares(layer_cut.out_features, ranks.size)[ranks.rank])

@@ -2,8 +2,8 @@
 
 The layout is S-LoRA's (arXiv:2311.03285 section 6); `runtime_min.oracle.fully_sharded` states it. Pools hold a term's
 rows in another order: an all-gather interleaves the ranks' entries (the first of each rank, then the second of each),
-and the rows of B are stored in that order. The position of an entry then follows from its position on its own rank
-alone, whatever adapters a batch mixes, and a gathered intermediate only needs a transposition.
+and the rows of B are stored in that order. The position of an entry then follows from its position on its rank alone,
+whatever adapters a batch mixes, and the result of the all-gather only needs a transposition.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class TermExchange:
         return tuple(part for part in ((0, start), self.part, (stop, outputs)) if part[0] < part[1])
 
     @property
-    def which(self) -> int:
+    def terms_index(self) -> int:
         """Index of the entry of `parts` that has the terms."""
         return 0 if self.part is None or self.part[0] == 0 else 1
 
     def complete(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole intermediates from what this rank computed of each, by one transfer.
+        """Return whole intermediates from this rank's parts of them, by one transfer.
 
         Args:
             held: Column-parallel: this rank's entries `(..., R / ranks)`, in the order of its rows of A.
-                Row-parallel: partial sums `(..., R)`; these may be overwritten.
+                Row-parallel: partial sums `(..., R)`, which may be overwritten.
 
         Returns:
             `(..., R)` each, the entries in the order of `row_order`.
@@ -73,7 +73,7 @@ class TermExchange:
 def row_order(shares: Ranges) -> tuple[int, ...]:
     """Return the term's row at each position after the all-gather; -1 stands for a row of zeros.
 
-    Ranks with fewer rows than others send zeros, so that all ranks send equally many.
+    Ranks with fewer rows than others send zeros, so that all ranks send equally many rows.
 
     >>> row_order(((0, 2), (2, 3)))
     (0, 2, 1, -1)

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from scute_compile.diagnostics import Code, fail
 
-# torch before 2.12 has the older name alone
+# torch before 2.12 has only the older name
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Purpose(StrEnum):
-    """The transfers that are counted."""
+    """What a counted transfer is for."""
 
     BASE = "base"
     """All-reduces of row-parallel layers, which the model needs without adapters as well."""
@@ -82,18 +82,18 @@ class RankGroup:
             )
 
     def check_same(self, name: str, digest: str, device: torch.device) -> None:
-        """Refuse an adapter of which ranks read different artifacts (SC815, on all ranks)."""
+        """Refuse an adapter for which ranks read different artifacts (SC815, on all ranks)."""
         if self.size == 1:
             return
-        own = torch.frombuffer(bytearray(sha256(digest.encode()).digest()), dtype=torch.int32)
-        every = self.all_gather(own.to(device))
+        words = torch.frombuffer(bytearray(sha256(digest.encode()).digest()), dtype=torch.int32)
+        every = self.all_gather(words.to(device))
         if others := (every != every[0]).any(1).nonzero().flatten().tolist():
             fail(
                 Code.SC815,
                 where=name,
                 found=f"another artifact on ranks {others} than on rank 0",
                 expected="one artifact, of which each rank reads its own file",
-                next="give all ranks the same store, and load the adapter on all of them again",
+                next="use one store for all ranks, and load the adapter on all of them again",
             )
 
     def _failed_ranks(self, device: torch.device, *, failed: bool) -> list[int]:

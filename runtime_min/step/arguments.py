@@ -1,6 +1,6 @@
 """Scalar launch arguments: the sites of a fused GEMM, and the features of a step. Independent of Triton.
 
-Features and capacities convert to plain numbers, as custom operators take them.
+Features and capacities convert to plain numbers, because custom operators take no other structures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Features:
     owned: bool = True
     shared: bool = True
     rotated: int = 0
-    """Rows with a rotation, at most."""
+    """Largest number of rows with a rotation."""
     whole_granules: bool = True
     """Every rotation block's width is a multiple of a granule."""
     prefill: bool = False
@@ -45,7 +45,7 @@ class Features:
     tall: int = 0
     """Segments whose rank is above `WIDE_RANK`."""
     ranks: int = 0
-    """Sum of the rows' ranks, of owned terms; in the prefill form of shared pairs too."""
+    """Sum of the rows' ranks: those of owned terms, and in the prefill form those of shared pairs too."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return the fields in their order, as `of_numbers` takes them."""
@@ -53,7 +53,7 @@ class Features:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Self:
-        """Return the features that `numbers` packed.
+        """Return the features that `numbers` converted.
 
         >>> Features.of_numbers(Features(rotated=3, shared=False).numbers()) == Features(rotated=3, shared=False)
         True
@@ -70,7 +70,7 @@ def capacity_numbers(capacity: Capacity) -> tuple[int, ...]:
 
 
 def capacity_of(numbers: Sequence[int]) -> Capacity:
-    """Return the capacity that `capacity_numbers` packed.
+    """Return the capacity that `capacity_numbers` converted.
 
     >>> capacity_of(capacity_numbers(Capacity(tokens=2, ranks=16))) == Capacity(tokens=2, ranks=16)
     True
@@ -101,8 +101,8 @@ def fixed_features(capacity: Capacity, *, max_adapters: int, whole_granules: boo
     """Return the features of every step within a capacity, for graphs that are captured or compiled once.
 
     Args:
-        capacity: Of the step's buffers.
-        max_adapters: Most adapters of a step.
+        capacity: The capacity of the step's buffers.
+        max_adapters: Largest number of adapters of a step.
         whole_granules: Whether every rotation block's width is a multiple of a granule.
         plain: Whether no step has a shared pair or a rotation.
     """

@@ -25,6 +25,7 @@ class Intermediates:
     shares: int = 1
     """Number of ranks among which the entries are divided; 1 when they are whole."""
     one_slice: bool = False
+    """Whether all slices of the GEMM read the entries of one slice."""
 
     @property
     def entries(self) -> int:
@@ -37,23 +38,23 @@ class Intermediates:
         return 0 if self.one_slice else self.hs.shape[2]
 
 
-def completed(held: Intermediates, exchange: TermExchange, tokens: int, features: Features) -> Intermediates:
-    """Return the whole intermediates of what this rank computed for its terms, for the step's rows; a collective.
+def completed(intermediates: Intermediates, exchange: TermExchange, tokens: int, features: Features) -> Intermediates:
+    """Return whole intermediates from this rank's parts, for the step's rows; all ranks must call this.
 
     Args:
-        held: The shrink's results on this rank.
+        intermediates: The shrink's results on this rank.
         exchange: How the ranks complete them.
-        tokens: Rows of the call.
-        features: Of the step.
+        tokens: Number of rows of the call.
+        features: The step's features.
     """
-    which, parts = exchange.which, []
+    index, parts = exchange.terms_index, []
     if features.owned or features.prefill:
-        parts.append(_total(held.h[:, which, : features.ranks // held.shares], 0))
+        parts.append(_total(intermediates.h[:, index, : features.ranks // intermediates.shares], 0))
     if features.shared and not features.prefill:
-        parts.append(_total(held.hs[which, :, : min(tokens, features.blocks * PAIR_TOKENS)], 0))
+        parts.append(_total(intermediates.hs[index, :, : min(tokens, features.blocks * PAIR_TOKENS)], 0))
     whole = exchange.complete(parts)
-    h = whole.pop(0)[None, None] if features.owned or features.prefill else held.h
-    return Intermediates(h=h, hs=whole[0][None, None] if whole else held.hs, one_slice=True)
+    h = whole.pop(0)[None, None] if features.owned or features.prefill else intermediates.h
+    return Intermediates(h=h, hs=whole[0][None, None] if whole else intermediates.hs, one_slice=True)
 
 
 def _total(parts: torch.Tensor, axis: int) -> torch.Tensor:

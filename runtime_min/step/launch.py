@@ -1,6 +1,6 @@
 """Launches the kernels for one fused GEMM: the rotation before it, shrink and expand after it.
 
-Decode and prefill have kernels of their own. The expand finishes the GEMM's output in place; it begins while the shrink
+Decode and prefill use different kernels. The expand finishes the GEMM's output in place; it begins while the shrink
 still runs, where the GPU supports that.
 """
 
@@ -34,7 +34,7 @@ def adapted_linear(
         pool: Resident adapters.
         step: This step's metadata.
         gemm: The layer's sites.
-        features: Of the step, or of all steps that a captured graph will run.
+        features: Features of the step, or of all steps that a captured graph will run.
         exchange: As for `adapted_output`.
     """
 
@@ -63,7 +63,7 @@ def adapted_output(
         pool: Resident adapters.
         step: This step's metadata.
         gemm: The layer's sites.
-        features: Of the step, or of all steps that a captured graph will run.
+        features: Features of the step, or of all steps that a captured graph will run.
         exchange: How ranks complete the intermediates of fully sharded terms; None in the default layout.
     """
     kernels = launch_prefill if features.prefill else launch_decode
@@ -71,11 +71,11 @@ def adapted_output(
     with_rows = rotate(x, pool, step, gemm, features) if features.rotated else x
     late_bias = bias is not None and features.rotated > 0
     y = multiply(with_rows, biased=not late_bias)
-    held = empty_intermediates(x, gemm, step, features, exchange.shares if exchange else 1)
+    intermediates = empty_intermediates(x, gemm, step, features, exchange.shares if exchange else 1)
     if features.owned or features.shared:
-        kernels.shrink(x, held, pool, step, gemm, features)
-        held = held if exchange is None else completed(held, exchange, x.shape[0], features)
-    kernels.expand(y, held, bias if late_bias else None, pool, step, gemm, features, len(x))
+        kernels.shrink(x, intermediates, pool, step, gemm, features)
+        intermediates = intermediates if exchange is None else completed(intermediates, exchange, x.shape[0], features)
+    kernels.expand(y, intermediates, bias if late_bias else None, pool, step, gemm, features, len(x))
     return y[: x.shape[0]] if features.rotated else y
 
 

@@ -1,6 +1,7 @@
 """Launches of the decode kernels: shrink, rotate and expand for steps with few rows per adapter.
 
-Settings are given with what chose them: ms added per decode step of 20 tenants of Llama-3.1-8B's shapes on an H200.
+Each setting is documented with the measurements that selected it: ms added per decode step of 20 tenants of
+Llama-3.1-8B's shapes on an H200.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Split:
 
 
 def owned_split(k: int, values: int) -> _Split:
-    """Return runs of K and granules per step of the owned shrink.
+    """Return the number of runs of K, and of granules per step, of the owned shrink.
 
     4096 values per program keep 32 of A's values in each of 256 threads; longer inputs (`down_proj`) are cut into runs,
     so that a decode step has enough programs to fill the GPU.
@@ -60,7 +61,7 @@ def owned_split(k: int, values: int) -> _Split:
 
 
 def shared_split(k: int) -> int:
-    """Return runs of K of the shared shrink, whose partial sums every program of the expand adds.
+    """Return the number of runs of K of the shared shrink; every program of the expand adds their partial sums.
 
     With 16 tenants of VeRA on an H200, 64 values per product and 16 rows of A per program, 2 runs of 4096 gave 2.00 ms
     added per step, 4 gave 2.39 and 1 gave 2.17; of 14336, 4 runs gave 2.00 and 8 gave 2.10.
@@ -69,7 +70,7 @@ def shared_split(k: int) -> int:
 
 
 def shared_columns(columns: int) -> int:
-    """Return columns per program of the shared expand, each of which reads all of `h * d`."""
+    """Return the number of columns per program of the shared expand; every program reads all of `h * d`."""
     return 128 if columns >= 16384 else 64
 
 
@@ -91,14 +92,14 @@ def blocks(gemm: Gemm, columns: int) -> int:
 
 def shrink(
     x: torch.Tensor,
-    held: Intermediates,
+    intermediates: Intermediates,
     pool: PoolTensors,
     step: StepRegions,
     gemm: Gemm,
     features: Features,
 ) -> None:
     """Launch the decode shrink, which writes the intermediates of `x`."""
-    h, hs = held.h, held.hs
+    h, hs = intermediates.h, intermediates.hs
     region, k, values, slices = step.region, x.shape[1], pool.values, len(gemm.widths)
     sites = pool.directory.shape[1]
     split = owned_split(k, values)
@@ -119,7 +120,7 @@ def shrink(
         region("pair"),
         sites,
         gemm.first_site,
-        held.entries,
+        intermediates.entries,
         shared_programs,
         owned_items,
         K=k,
@@ -137,7 +138,7 @@ def shrink(
         HS_RANKS=hs.shape[3],
         HAS_OWNED=features.owned,
         HAS_SHARED=features.shared,
-        SHARES=held.shares,
+        SHARES=intermediates.shares,
         PDL=starts_early(x.device),
         num_warps=SHRINK_WARPS,
         num_stages=SHRINK_STAGES,
@@ -176,7 +177,7 @@ def rotate(x: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm, fe
 
 def expand(
     y: torch.Tensor,
-    held: Intermediates,
+    intermediates: Intermediates,
     bias: torch.Tensor | None,
     pool: PoolTensors,
     step: StepRegions,
@@ -188,15 +189,15 @@ def expand(
 
     Args:
         y: The base's output, with its delta rows below.
-        held: The intermediates that the shrink wrote.
-        bias: The base's, where its product left it out; None otherwise.
+        intermediates: The intermediates that the shrink wrote.
+        bias: The base's bias if its product was computed without it, else None.
         pool: Resident adapters.
         step: This step's metadata.
         gemm: The layer's sites.
-        features: Of the step.
-        tokens: Rows without delta rows.
+        features: The step's features.
+        tokens: Number of rows, not counting delta rows.
     """
-    h, hs = held.h, held.hs
+    h, hs = intermediates.h, intermediates.hs
     n0, n1, n2 = gemm.padded
     region, sites, capacity, slices = step.region, pool.directory.shape[1], step.capacity, len(gemm.widths)
     early = (features.owned or features.shared) and starts_early(y.device)
@@ -226,7 +227,7 @@ def expand(
         region("rot_position"),
         sites,
         gemm.first_site,
-        held.entries,
+        intermediates.entries,
         tokens,
         shared,
         tall,
@@ -244,7 +245,7 @@ def expand(
         BLOCK_R_S=rows,
         WRITTEN=PAIR_RANKS,
         BLOCK_T=PAIR_TOKENS,
-        HS_ROWS=held.rows,
+        HS_ROWS=intermediates.rows,
         HS_RANKS=hs.shape[3],
         VALUES=pool.values,
         HAS_SHARED=features.shared,

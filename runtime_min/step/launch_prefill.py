@@ -1,6 +1,6 @@
 """Launches of the prefill kernels: shrink, rotate and expand for tiles of many rows of one adapter.
 
-Settings are given with what chose them, on an H200.
+Each setting is documented with the measurements that selected it, on an H200.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ stages, 128 registers) 0.42, 0.58, 0.48, 0.55. The limit of registers suits 16-b
 
 def shrink(
     x: torch.Tensor,
-    held: Intermediates,
+    intermediates: Intermediates,
     pool: PoolTensors,
     step: StepRegions,
     gemm: Gemm,
@@ -40,7 +40,7 @@ def shrink(
     region = step.region
     prefill_shrink_kernel[features.tiles, len(gemm.widths), 4 if features.shared else 1](
         x,
-        held.h,
+        intermediates.h,
         pool.shared,
         pool.pages,
         pool.page_map,
@@ -50,7 +50,7 @@ def shrink(
         region("row_h"),
         pool.directory.shape[1],
         gemm.first_site,
-        held.entries,
+        intermediates.entries,
         K=x.shape[1],
         BLOCK_T=TILE_TOKENS,
         BLOCK_R=16,
@@ -58,7 +58,7 @@ def shrink(
         BLOCK_K=128,
         VALUES=pool.values,
         HAS_SHARED=features.shared,
-        SHARES=held.shares,
+        SHARES=intermediates.shares,
         num_warps=4,
         num_stages=3,
     )
@@ -98,7 +98,7 @@ def rotate(x: torch.Tensor, pool: PoolTensors, step: StepRegions, gemm: Gemm, fe
 
 def expand(
     y: torch.Tensor,
-    held: Intermediates,
+    intermediates: Intermediates,
     bias: torch.Tensor | None,
     pool: PoolTensors,
     step: StepRegions,
@@ -110,19 +110,19 @@ def expand(
 
     Args:
         y: The base's output, with its delta rows below.
-        held: The intermediates that the shrink wrote.
-        bias: The base's, where its product left it out; None otherwise.
+        intermediates: The intermediates that the shrink wrote.
+        bias: The base's bias if its product was computed without it, else None.
         pool: Resident adapters.
         step: This step's metadata.
         gemm: The layer's sites.
-        features: Of the step.
-        tokens: Rows without delta rows.
+        features: The step's features.
+        tokens: Number of rows, not counting delta rows.
     """
     n0, n1, n2 = gemm.padded
     region = step.region
     prefill_expand_kernel[blocks(gemm, EXPAND_COLUMNS), features.tiles](
         y,
-        held.h,
+        intermediates.h,
         bias if bias is not None else y,
         pool.shared,
         pool.pages,
@@ -134,7 +134,7 @@ def expand(
         region("rot_position"),
         pool.directory.shape[1],
         gemm.first_site,
-        held.entries,
+        intermediates.entries,
         tokens,
         N0=n0,
         N1=n1,

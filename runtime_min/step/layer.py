@@ -17,16 +17,16 @@ from scute_compile.runtime_min.step.plan import StepBuffers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedFacts:
-    """The layers of a loaded adapter, by their indices in the directory."""
+    """Facts about a loaded adapter. Layers are identified by the indices of their directory entries."""
 
     sites: frozenset[int]
-    """Those that it changes."""
+    """The layers that it changes."""
     terms: frozenset[int]
-    """Those where it has low-rank terms."""
+    """The layers where it has low-rank terms."""
 
     @classmethod
     def of(cls, packed: PackedAdapter) -> LoadedFacts:
-        """Read the facts off a packed adapter's directory rows."""
+        """Return the facts about a packed adapter, from its directory rows."""
         rows = packed.rows
         has_term = rows[:, Field.RANK] > 0
         has_vector = (rows[:, [Field.R_OFFSET, Field.DS_OFFSET, Field.SHIFT_OFFSET]] >= 0).any(1)
@@ -44,10 +44,10 @@ class StepState:
     capacity: list[int] = field(default_factory=list)
     features: list[int] = field(default_factory=list)
     tokens: int = 0
-    """Rows that every adapted layer must see."""
+    """Number of rows of each call of an adapted layer."""
 
     def set_launch(self, buffers: StepBuffers, features: Features) -> None:
-        """Let the next calls of the layers read a written step."""
+        """Set the step that the layers read in their next calls."""
         self.buffer = buffers.device_copy
         self.capacity, self.features = list(capacity_numbers(buffers.capacity)), list(features.numbers())
 
@@ -57,10 +57,10 @@ class ServedLinear(torch.nn.Module):
 
     Args:
         layer: `nn.Linear` or transformers' `Conv1D`.
-        site: Its index in the directory; the first of them, where the layer is several directory entries.
+        site: Index of its directory entry; the first index if the layer has several entries.
         name: Its path in the model.
         step: The state of the step, which all layers share.
-        exchange: How ranks complete the intermediates of its terms; None where they exchange none.
+        exchange: How ranks complete the intermediates of its terms; None where they exchange nothing.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ServedLinear(torch.nn.Module):
 
     @property
     def sites(self) -> range:
-        """Its indices in the directory."""
+        """Indices of its directory entries."""
         return range(self.site, self.site + len(self.widths))
 
     @property
@@ -123,6 +123,6 @@ class ServedLinear(torch.nn.Module):
             Code.SC703,
             where=self.name,
             found=f"{rows} rows in a step of {self.step.tokens} tokens",
-            expected="a layer that sees every token of the batch once",
+            expected="a layer that runs once on every token of the batch",
             next="serve a model that runs its adapted layers on all tokens, or leave the layer out when training",
         )

@@ -95,11 +95,11 @@ def adapted_output(
     gemm: Gemm,
     exchange: TermExchange | None = None,
 ) -> torch.Tensor:
-    """Return the adapted output `(T, N)` of one fused GEMM, with the base's product left to the caller: the reference.
+    """Return the adapted output `(T, N)` of one fused GEMM, by the reference; the caller supplies the base's product.
 
     Args:
         x: Inputs `(T, K)`.
-        multiply: The base's product; called for `x` with its bias, and for delta rows without.
+        multiply: The base's product; called with the bias for `x`, and without it for delta rows.
         tables: Resident adapters.
         step: This step's metadata.
         gemm: The layer's sites.
@@ -185,7 +185,7 @@ def _kernels() -> ModuleType:
     return launch
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it unannotated
+@torch.compiler.disable  # type: ignore[untyped-decorator] # PyTorch does not annotate it
 def exchanged_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

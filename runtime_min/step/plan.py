@@ -15,9 +15,9 @@ from scute_compile.diagnostics import Code, fail
 from scute_compile.runtime_min.pool.leases import ResidentFacts
 
 OWNED_ROWS = 1
-"""Rows of A per program of the decode shrink; of 1, 2 and 4 the best over the four fused sites on an H200."""
+"""Rows of A per program of the decode shrink; 1 was faster than 2 and 4 over the four fused sites on an H200."""
 WIDE_RANK = 16
-"""Largest rank of the wide tiles of the decode expand; segments above it are listed for the tall ones as well."""
+"""Largest rank of the wide tiles of the decode expand; segments of larger ranks are listed for the tall tiles too."""
 PAIR_TOKENS, PAIR_RANKS = 16, 8
 """Tokens of a shared pair, and rows of its A, per program of the shared shrink. With 16 rows fewer programs run at
 once: with three stages, 16 tenants of VeRA added 1.78 ms to a decode step on an H200, and 1.68 with 8."""
@@ -43,11 +43,11 @@ class Capacity:
     rotated: int = 0
     """Rows whose adapter rotates its input."""
     prefill: bool = False
-    """Which of the two forms the buffer is for; their regions differ."""
+    """Whether the buffer is for the prefill form, whose regions differ from those of the decode form."""
 
     @property
     def tall(self) -> int:
-        """Most rows whose adapters may have ranks above `WIDE_RANK`."""
+        """Largest number of rows whose adapters have ranks above `WIDE_RANK`."""
         return min(self.tokens, self.ranks // (WIDE_RANK + 1))
 
     def layout(self) -> Mapping[str, tuple[int, int]]:
@@ -110,13 +110,13 @@ class StepPlan:
 def plan_step(
     rows: Sequence[int], facts: Mapping[int, ResidentFacts], pairs: Sequence[Sequence[int]], capacity: Capacity
 ) -> StepPlan:
-    """Lay out one step in the form that its buffers are for.
+    """Plan one step in the form of its buffers, decode or prefill.
 
     Args:
         rows: Adapter index of every row of the batch, -1 for the base.
-        facts: By adapter index.
+        facts: Facts about resident adapters, by adapter index.
         pairs: Per shared pair: its rank, and zeros. The columns that a site uses are in the directory.
-        capacity: Of the buffers.
+        capacity: The buffers' capacity.
 
     Raises:
         ScuteError: SC804 when the batch is larger than the capacity.
@@ -125,7 +125,7 @@ def plan_step(
     for row, adapter in enumerate(rows):
         by_adapter.setdefault(adapter, []).append(row)
     base_rows = by_adapter.pop(-1, [])
-    segments = [*by_adapter.items(), (-1, base_rows)]  # in the order of rows: indices may differ from rank to rank
+    segments = [*by_adapter.items(), (-1, base_rows)]  # by row: adapter indices may differ between ranks
     rotated = [row for row, adapter in enumerate(rows) if adapter >= 0 and facts[adapter].rotated]
     form, ranks = _prefill(segments, facts, len(rows)) if capacity.prefill else _decode(segments, facts, rows)
     regions: dict[str, Sequence[int]] = {
@@ -173,7 +173,7 @@ def _prefill(
 def _decode(
     segments: Sequence[Segment], facts: Mapping[int, ResidentFacts], rows: Sequence[int]
 ) -> tuple[dict[str, Sequence[int]], int]:
-    """Return work items, each with all that a program needs to begin, and the sum of the rows' owned ranks."""
+    """Return work items, each with all that a program needs at its start, and the sum of the rows' owned ranks."""
     work: list[int] = []
     segment: list[int] = []
     tall: list[int] = []
@@ -251,8 +251,8 @@ def _check(regions: Mapping[str, Sequence[int]], capacity: Capacity, ranks: int)
             fail(
                 Code.SC804,
                 where=name,
-                found=f"{len(values)} entries, ranks adding up to {ranks}",
-                expected=f"at most {layout[name][1]} entries and ranks of {capacity.ranks}",
+                found=f"{len(values)} entries, and ranks that add up to {ranks}",
+                expected=f"at most {layout[name][1]} entries, and ranks that add up to {capacity.ranks}",
                 next="split the batch, or make the runtime with a larger capacity",
             )
 
@@ -275,7 +275,7 @@ class StepRegions:
 
 
 HOST_COPIES = 4
-"""Steps whose metadata may be waiting for the device while the host prepares the next step."""
+"""Number of host buffers: so many copies may be pending while the host prepares the next step."""
 
 
 class StepBuffers(StepRegions):
@@ -296,7 +296,7 @@ class StepBuffers(StepRegions):
         if capacity.prefill:
             self._part(self._absent, "tile")[::ITEM_FIELDS] = -1
         self._read: list[torch.cuda.Event | None] = [None] * len(self._hosts)
-        self._turn = 0
+        self._next = 0
 
     def fill(self, plan: StepPlan) -> None:
         """Copy a plan to the device in one piece, on the current stream; the host waits for older copies only.
@@ -312,14 +312,14 @@ class StepBuffers(StepRegions):
             values[start : start + len(region)] = region
         self.device_copy.copy_(host, non_blocking=True)
         if self.device_copy.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it unannotated
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # PyTorch does not annotate it
             event.record(torch.cuda.current_stream(self.device_copy.device))
-            self._read[self._turn] = event
-            self._turn = (self._turn + 1) % len(self._hosts)
+            self._read[self._next] = event
+            self._next = (self._next + 1) % len(self._hosts)
 
     def _host(self) -> torch.Tensor:
         """Return the next host buffer, once the last copy from it is done."""
-        read = self._read[self._turn]
+        read = self._read[self._next]
         if read is not None:
             read.synchronize()
-        return self._hosts[self._turn]
+        return self._hosts[self._next]

@@ -19,19 +19,19 @@ from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_min.step.arguments import Features, features_of, fixed_features
 from scute_compile.runtime_min.step.plan import WIDE_RANK, Capacity, StepBuffers, StepPlan, plan_step
 
-DECODE_ROWS = 16
-"""Most rows of one adapter in the decode form, which reads a factor once for every two of them."""
+DECODE_ROWS_PER_ADAPTER = 16
+"""Largest number of rows of one adapter in the decode form, which reads the adapter's factors once per row."""
 LEAST_PAIR_RANK = 16
-"""Ranks of a shared pair that buffers hold at least."""
+"""Smallest rank of a shared pair that buffers are made for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """How large a step may be, and what decides its form."""
+    """The limits of a step, and the settings that decide its form."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    """Most rows of the decode form."""
+    """Largest number of rows of the decode form."""
     max_lora_rank: int = 0
     pair_rank: int = 0
     """Largest rank of a shared pair."""
@@ -42,7 +42,7 @@ class StepLimits:
     shares: int = 1
     """Number of ranks among which fully sharded terms are divided."""
     fixed: bool = False
-    """Whether the number of rows alone decides the form, as graphs need that are captured for a number of rows."""
+    """Whether the form depends on the number of rows alone, as graphs captured per number of rows require."""
     padded_beyond: bool = False
     """Whether a step of fewer rows may be padded to more than `max_num_seqs`, where graphs read the prefill form."""
 
@@ -61,7 +61,7 @@ class StepWriter:
 
     Args:
         pool: The adapters.
-        limits: Of the largest step; `fit` raises those that depend on the adapters.
+        limits: The limits of steps; `fit` raises those that depend on the adapters.
     """
 
     def __init__(self, pool: ResidentPool, limits: StepLimits) -> None:
@@ -79,7 +79,7 @@ class StepWriter:
         self._make_buffers()
 
     def fit(self, packed: PackedAdapter) -> None:
-        """Raise the limits to those of an adapter and make the buffers large enough. Nothing ever shrinks."""
+        """Raise the limits to those of an adapter and make the buffers large enough. No limit is ever lowered."""
         widths = packed.rows[:, Field.R_BLOCK]
         values = values_per_granule(packed.dtype)
         self.limits = dataclasses.replace(
@@ -100,7 +100,7 @@ class StepWriter:
                 self._buffers[prefill] = StepBuffers(capacity, self.pool.device)
 
     def _capacity(self, *, prefill: bool) -> Capacity:
-        """Return the capacity of one form; prefill keeps the rows of shared pairs beside those of owned terms."""
+        """Return the capacity of one form; in prefill, ranks of shared pairs count as those of owned terms do."""
         limits = self.limits
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs) if prefill else limits.max_num_seqs
         rank = max(1, limits.max_lora_rank, limits.pair_rank if prefill else 0)
@@ -115,7 +115,7 @@ class StepWriter:
 
     @property
     def max_tokens(self) -> int:
-        """Most rows of a step."""
+        """Largest number of rows of a step."""
         return self._buffers[True].capacity.tokens
 
     @property
@@ -132,7 +132,7 @@ class StepWriter:
         """Hold the adapters of the next steps on the device until the next call or `release`.
 
         Args:
-            names: The pool's names; None (the base) and repetitions count for nothing.
+            names: The pool's names; None (the base) and repetitions are ignored.
 
         Raises:
             ScuteError: SC802, SC804 and SC805 as `ResidentPool.acquire`; what was held before is then still held.
@@ -143,13 +143,13 @@ class StepWriter:
         self._planned.clear()
 
     def release(self) -> None:
-        """Release the held adapters, once all kernels that read them were given to the current stream."""
+        """Release the held adapters, once all kernels that read them are launched on the current stream."""
         if self._lease is not None:
             self.pool.release(self._lease)
             self._lease = None
 
     def write(self, names: Sequence[str | None]) -> None:
-        """Give each row of the next call an adapter. A form that holds the same rows already is left as it is.
+        """Set the adapter of each row of the next call. A form that already holds these rows is not written again.
 
         Args:
             names: The name of each row's adapter, which must be held; None for the base.
@@ -162,7 +162,7 @@ class StepWriter:
                 Code.SC804,
                 where="a step",
                 found=f"{len(names)} tokens",
-                expected=f"at most {self.max_tokens}, the max_num_batched_tokens that buffers were made for",
+                expected=f"at most {self.max_tokens}, the max_num_batched_tokens of the buffers",
                 next="split the batch, shorten the prompts, or start with a larger max_num_batched_tokens",
             )
         indices: dict[str | None, int] = {None: -1}
@@ -194,10 +194,10 @@ class StepWriter:
         if self.limits.fixed:
             return (False,)
         counts = Counter(row for row in rows if row >= 0)
-        return (max(counts.values(), default=0) > DECODE_ROWS,)
+        return (max(counts.values(), default=0) > DECODE_ROWS_PER_ADAPTER,)
 
     def form_for(self, rows: int) -> StepForm | None:
-        """Return the form that a call with `rows` rows, with padding, reads; None where the step has none for it."""
+        """Return the form that a call with `rows` rows, with padding, reads; None if no form of the step fits."""
         fitting = (form for form in self.forms if self.tokens <= rows <= form.buffers.capacity.tokens)
         return next(fitting, None)
 
@@ -210,15 +210,15 @@ class StepWriter:
         return form.buffers, self.fixed(form) if self.limits.fixed else self.exact(form)
 
     def exact(self, form: StepForm) -> Features:
-        """Return what the plan in a form needs and nothing more."""
+        """Return the features that the plan in a form needs."""
         return features_of(form.plan, whole_granules=self.limits.whole_granules)
 
     def fixed(self, form: StepForm, rows: int | None = None, *, plain: bool = False) -> Features:
-        """Return what any step in a form may need.
+        """Return the features that any step in a form may need.
 
         Args:
-            form: One of the current step's.
-            rows: Of every such step, with padding; None: as many as the form holds.
+            form: One of the current step's forms.
+            rows: Number of rows of every such step, with padding; None for the form's capacity.
             plain: Whether no such step has a shared pair or a rotation.
         """
         capacity = form.buffers.capacity

@@ -6,6 +6,7 @@ transformers, and it does so only for a base folder without weights.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +18,12 @@ from scute_compile.ir.expressions import Ref, Source
 
 if TYPE_CHECKING:
     import torch
+
+LIMITS = (
+    (re.compile(r"\w*layers|(\w+_)?(n_layer|num_layer|n_blocks|num_blocks|depth)"), 1000),
+    (re.compile(r"\w*experts"), 10_000),
+)
+"""Names of fields -> the largest number that a base may have there when it is built from its configuration."""
 
 _WEIGHTS_HELP = "name a folder with the base's safetensors files: their headers give names and shapes"
 
@@ -36,6 +43,30 @@ def structure_tensors(config_path: Path) -> Mapping[str, Ref]:
         code = codes.get(str(tensor.dtype), DType.FLOAT32.code)
         tensors[key] = Ref(Source.BASE, key, tuple(tensor.shape), code)
     return MappingProxyType(tensors)
+
+
+def check_counts(config: object, where: str) -> None:
+    """Refuse numbers of layers and experts beyond any real model's, since each of them would be built.
+
+    Args:
+        config: The content of a config.json.
+        where: Its place, for the message.
+
+    Raises:
+        ScuteError: SC112.
+    """
+    pending: list[object] = [config]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list | tuple):
+            pending.extend(value)
+        if not isinstance(value, Mapping):
+            continue
+        pending.extend(value.values())
+        for field, count in value.items():
+            limit = next((limit for pattern, limit in LIMITS if pattern.fullmatch(str(field))), None)
+            if limit is not None and isinstance(count, int | float) and count > limit:
+                fail(Code.SC112, where=where, found=f"{field} = {str(count)[:40]}", expected=f"at most {limit}")
 
 
 def _state(config_path: Path) -> Mapping[str, torch.Tensor]:

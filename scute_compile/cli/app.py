@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -25,7 +24,7 @@ from scute_compile.cli.explain.command import explain_command
 from scute_compile.cli.inspect.command import inspect_command
 from scute_compile.cli.run.command import run_command
 from scute_compile.cli.verify.command import verify_command
-from scute_compile.diagnostics import USAGE_CODES, Code, Diagnostic, ScuteError, printable
+from scute_compile.diagnostics import USAGE_CODES, Code, Diagnostic, ScuteError, as_scute_error
 
 app = typer.Typer(
     name="scute",
@@ -100,7 +99,7 @@ def _fault(arguments: Sequence[str], error: Exception) -> int:
         return _interrupted()
     if hasattr(error, "format_message"):
         return _report(arguments, (_usage_error(str(error.format_message())),))
-    return _internal(arguments, error)
+    return _report(arguments, as_scute_error(error).diagnostics)
 
 
 def _usage_error(message: str) -> Diagnostic:
@@ -111,19 +110,6 @@ def _usage_error(message: str) -> Diagnostic:
         expected="a command with its options",
         next="see `scute --help`, or `scute COMMAND --help`",
     )
-
-
-def _internal(arguments: Sequence[str], error: Exception) -> int:
-    if os.environ.get("SCUTE_DEBUG"):
-        raise error
-    fault = Diagnostic(
-        code=Code.SC705,
-        where=type(error).__name__,
-        found=printable(error),
-        expected="no exception",
-        next="report it, with the input that causes it",
-    )
-    return _report(arguments, (fault,))
 
 
 def _report(arguments: Sequence[str], diagnostics: Sequence[Diagnostic]) -> int:

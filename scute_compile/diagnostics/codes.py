@@ -53,6 +53,18 @@ class Code(Enum):
         "The operating system refused to read or write a file or a folder.",
     )
     SC110 = ("a tensor's dtype is not served", "Adapters and bases hold float32, bfloat16, float16 or float64 numbers.")
+    SC111 = (
+        "a file changed while it was read",
+        "An adapter is planned from one reading of its files and packed from another, and the base is read between "
+        "the two. A file had other bytes later than at first, so nothing was written for it.",
+        "wait until whatever writes the file is done, and run the command again",
+    )
+    SC112 = (
+        "the input exceeds a limit",
+        "Sizes have limits that no real adapter or base reaches, so that a crafted file can't use up time or memory. "
+        "The message gives the limit.",
+        "report it, if the file is a real one",
+    )
     SC201 = (
         "not a PEFT configuration",
         "`adapter_config.json` has no `peft_type`. Other programs use the same file name for their own settings.",
@@ -81,8 +93,9 @@ class Code(Enum):
     )
     SC206 = (
         "the initialisation changed the base",
-        "PiSSA, OLoRA, CorDA and LoftQ change the base weights when training starts. Applied to the original base as "
-        "plain LoRA, the adapter would not compute what was trained.",
+        "PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base weights when training starts, and an unknown "
+        "initialisation may. Applied to the original base as plain LoRA, the adapter would not compute what was "
+        "trained.",
     )
     SC207 = (
         "the scale is unknown",
@@ -97,8 +110,8 @@ class Code(Enum):
     SC209 = (
         "a pattern can't be matched in bounded time",
         "Patterns have the meaning that Python's `re` gives them, but an automaton of bounded size matches them, so no "
-        "pattern takes exponential time or memory. Back-references, atomic groups, possessive repeats and patterns "
-        "that expand to very many states are refused.",
+        "pattern takes exponential time or memory. Back-references, atomic groups, possessive repeats, repeats inside "
+        "repeated groups (on which PEFT itself may never end) and patterns of very many states are refused.",
         "replace the pattern with a list of module names",
     )
     SC210 = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scute_compile.base.scopes import model_type_of
 from scute_compile.base.structure import ModelStructure, build_structure
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.base_checkpoint import BaseCheckpoint, open_base
@@ -15,6 +16,7 @@ from scute_compile.formats.safetensors import read_blocks
 from scute_compile.ir.dtypes import FORMATS
 from scute_compile.ir.expressions import Ref, Source
 
+LONGEST_MODEL_TYPE = 200
 BLOCK_VALUES = 1 << 20
 """Values per block in which two tensors are compared."""
 
@@ -73,6 +75,13 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
             next="name the base, or leave --base out to use the adapter's",
         )
     checkpoint = open_base(source, weights=weights)
+    if len(model_type := model_type_of(checkpoint.config)) > LONGEST_MODEL_TYPE:
+        fail(
+            Code.SC112,
+            where=source,
+            found=f"a model_type of {len(model_type)} characters",
+            expected=f"at most {LONGEST_MODEL_TYPE}",
+        )
     if checkpoint.quantized:
         fail(
             Code.SC404,
@@ -86,9 +95,10 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
             for key, stored in checkpoint.tensors.items()
         }
     else:
-        from scute_compile.base.config_only import structure_tensors
+        from scute_compile.base.config_only import check_counts, structure_tensors
 
         if checkpoint.path is None:
             raise AssertionError(source)
+        check_counts(checkpoint.config, source)
         tensors = dict(structure_tensors(checkpoint.path / "config.json"))
     return OpenBase(checkpoint=checkpoint, structure=build_structure(checkpoint.config, tensors))

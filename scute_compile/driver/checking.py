@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from scute_compile.diagnostics import ScuteError
+from scute_compile.diagnostics import as_scute_error
 from scute_compile.driver.artifact_checks import Requested, other_base, other_target
 from scute_compile.driver.bases import OpenBase
 from scute_compile.driver.planning import Bases, plan_adapter
@@ -39,8 +39,8 @@ def check_paths(sources: Sequence[str], *, base: str | None, requested: Requeste
 def _check_artifact(source: str, base: OpenBase | None, requested: Requested) -> Outcome:
     try:
         artifact = open_artifact(source)
-    except ScuteError as error:
-        return Outcome(path=source, name=Path(source).name, findings=error.diagnostics)
+    except Exception as error:  # noqa: BLE001 - the fault of one artifact must not end the checks of others
+        return Outcome(path=source, name=Path(source).name, findings=as_scute_error(error).diagnostics)
     manifest = artifact.manifest
     return Outcome(
         path=source,

@@ -27,5 +27,5 @@ def needs(packages: str, *, command: str) -> Iterator[None]:
             where=command,
             found=f"no module named {error.name!r}",
             expected=packages,
-            next=f"`pip install 'scute-compile[compile]'`, or {command} on another machine",
+            next=f"`pip install 'scute-compile[compile]'`, or run `scute {command}` on another machine",
         )

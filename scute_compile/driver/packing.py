@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from scute_compile import __version__
 from scute_compile.base.structure import ModelStructure
-from scute_compile.diagnostics import ScuteError
+from scute_compile.diagnostics import ScuteError, as_scute_error
 from scute_compile.driver.bases import OpenBase
 from scute_compile.driver.packages import needs
-from scute_compile.formats.fingerprint import content_hash
+from scute_compile.formats.fingerprint import content_hash, sample_hashes
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
 from scute_compile.pipeline import Planned
@@ -39,8 +40,11 @@ def compile_planned(
         For each adapter its artifact's folder, or the error that refused it.
     """
     with needs("torch", command="compile"):
-        from scute_compile.pack.pack import Package, pack, read_norms
-    identity = {"structure": base.structure_hash(), "content": content_hash(base.checkpoint)}
+        from scute_compile.pack.pack import Norms, Package, pack, read_norms
+    checkpoint = base.checkpoint
+    if checkpoint.has_weights:
+        checkpoint = replace(checkpoint, samples=sample_hashes(checkpoint))
+    identity = {"structure": base.structure_hash(), "content": content_hash(checkpoint)}
     packages = []
     for item in planned:
         if item.program is None or item.adapter is None or item.scan is None:
@@ -52,16 +56,25 @@ def compile_planned(
                 adapter=item.adapter,
                 base={"model_type": base.structure.model_type, **identity},
                 sources=item.scan.sha256,
+                tensor_sha256=item.scan.tensor_sha256,
                 dtypes=dtypes_to_try(item.program.target, base.structure),
                 tool=f"scute {__version__}",
             )
         )
-    norms = read_norms(packages, base.checkpoint, partial(advance, "base"))
-    results: list[Path | ScuteError] = []
-    for package, norms_of_package in zip(packages, norms, strict=True):
+
+    def norms_of(some: Sequence[Package]) -> tuple[Norms | ScuteError, ...]:
         try:
-            results.append(pack(package, base.checkpoint, norms_of_package, store))
-        except ScuteError as error:
-            results.append(error)
+            return read_norms(some, checkpoint, partial(advance, "base"))
+        except Exception as error:  # noqa: BLE001 - the fault of one adapter must not end the work on others
+            if len(some) == 1:
+                return (as_scute_error(error),)
+            return tuple(norms for package in some for norms in norms_of([package]))
+
+    results: list[Path | ScuteError] = []
+    for package, norms in zip(packages, norms_of(packages), strict=True):
+        try:
+            results.append(norms if isinstance(norms, ScuteError) else pack(package, checkpoint, norms, store))
+        except Exception as error:  # noqa: BLE001 - as above
+            results.append(as_scute_error(error))
         advance("adapters", len(results), len(packages))
     return tuple(results)

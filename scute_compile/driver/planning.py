@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from scute_compile.diagnostics import Code, ScuteError, fail
+from scute_compile.diagnostics import Code, ScuteError, as_scute_error, fail
 from scute_compile.driver.bases import OpenBase, open_model
 from scute_compile.formats.peft_folder import AdapterFolder, open_adapter
 from scute_compile.ir.target import Target
@@ -88,20 +88,21 @@ def plan_adapter(
     base = bases.open_given()
     try:
         adapter = open_adapter(source)
-    except ScuteError as error:
+    except Exception as error:  # noqa: BLE001 - the fault of one adapter must not end the work on others
         return _refused(source, name or Path(source).name, error), None
     if base is None:
         try:
             base = bases.open_for(adapter, source)
-        except ScuteError as error:
+        except Exception as error:
             if alone:
                 raise
             return _refused(source, name or adapter.name, error), None
     return plan(source, base, target, hash_files=hash_files, name=name, adapter=adapter), base
 
 
-def _refused(source: str, name: str, error: ScuteError) -> Planned:
-    return Planned(source=source, name=name, adapter=None, scan=None, program=None, findings=error.diagnostics)
+def _refused(source: str, name: str, error: Exception) -> Planned:
+    found = as_scute_error(error).diagnostics
+    return Planned(source=source, name=name, adapter=None, scan=None, program=None, findings=found)
 
 
 def unless_refused(planned: Planned) -> Planned:

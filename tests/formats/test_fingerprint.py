@@ -11,8 +11,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from scute_compile.formats.base_checkpoint import open_base
-from scute_compile.formats.fingerprint import content_hash, sample_spans, structure_hash
+from scute_compile.formats.fingerprint import content_hash, structure_hash
 from scute_compile.formats.safetensors import TensorEntry
+from scute_compile.formats.samples import sample_spans
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 TENSORS: Arrays = {

@@ -156,7 +156,7 @@ torch.mm(torch.ones(8, 8), torch.ones(8, 8))  # loads the libraries of matrix pr
 base, adapter, store = sys.argv[1:]
 before = peak()
 opened = open_model(base, weights=True)
-result, = compile_planned((plan(adapter, opened, Target()),), opened, Path(store), lambda *_: None)
+result, = compile_planned((plan(adapter, opened, Target(), hash_files=True),), opened, Path(store), lambda *_: None)
 assert isinstance(result, Path), result
 print(peak() - before)
 """

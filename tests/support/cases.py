@@ -36,7 +36,6 @@ class Oracle(StrEnum):
 
     PEFT = "PEFT, on the adapter as it is"
     UNCHANGED = "the artifact of the adapter before it was changed, because PEFT can't load this one"
-    UNCHANGED_TENSORS = "the tensors of that artifact, because PEFT's matching of patterns does not end"
     SEPARATE_TEST = "a separate test"
 
 

@@ -91,7 +91,7 @@ def _wide(
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, HAS_TALL: tl.constexpr,
     HAS_ROTATION: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A granule of columns and up to `ROWS` rows of B per thread, so that no sum crosses threads.
+    """Finish columns of one row: a thread has a granule of columns and up to `ROWS` rows of B, so no sum crosses threads.
 
     The rows are a tuple, since a tile of rows would be converted to float32 as a whole, in twice the registers.
     """
@@ -154,7 +154,7 @@ def _tall(
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
     HAS_ROTATION: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Few columns and `BLOCK_R` rows at a time, spread over threads, for ranks above the `ROWS` of a wide tile."""
+    """Finish few columns of one row, by `BLOCK_R` rows of B at a time over all threads, for ranks above `ROWS`."""
     N: tl.constexpr = N0 + N1 + N2
     which, column, width, origin, adapter, segment, dir_row = _segment(
         work, segment_ptr, directory_ptr, sites, first_site, N0, N1, N2, BLOCK_N
@@ -256,7 +256,7 @@ def _shared(
     HS_ROWS: tl.constexpr, HS_RANKS: tl.constexpr, VALUES: tl.constexpr, HAS_ROTATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to sixteen tokens of a pair."""
+    """Finish columns of up to sixteen rows of a shared pair."""
     N: tl.constexpr = N0 + N1 + N2
     BLOCKS: tl.constexpr = tl.cdiv(N0, BLOCK_N) + tl.cdiv(N1, BLOCK_N) + tl.cdiv(N2, BLOCK_N)
     block = block_ptr + work // BLOCKS * 4

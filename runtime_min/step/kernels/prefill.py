@@ -2,7 +2,7 @@
 
 `prefill_rotate` writes delta rows below a copy of x, as in decode, and reads each of R's blocks once per tile.
 `prefill_shrink` writes `h * d`; `prefill_expand` multiplies by B and finishes its output tile: base, ds, b and e in
-float32, one rounding. The directory row holds the addresses of owned and shared factors alike.
+float32, one rounding. The directory row holds the addresses of owned factors and of shared ones.
 """
 
 from __future__ import annotations

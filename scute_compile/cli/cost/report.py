@@ -20,6 +20,7 @@ from scute_compile.cli.cost.step_cost import (
     vera_vector_bytes,
 )
 from scute_compile.diagnostics import Code, Findings
+from scute_compile.driver.arguments import MOST, shown
 from scute_compile.driver.bases import open_model
 from scute_compile.driver.reports import envelope
 from scute_compile.ir.dtypes import DType
@@ -196,18 +197,17 @@ def _require_in_range(workload: Workload, sizes: Sizes) -> None:
         ("--oft-block", sizes.oft_block),
     )
     for where, value in positive:
-        if value < 1:
-            _out_of_range(findings, where, value, "at least 1")
+        if not 1 <= value <= MOST:
+            _out_of_range(findings, where, value, f"1 to {MOST}")
     if not 0 < workload.bandwidth < float("inf"):
         _out_of_range(findings, "--bandwidth", workload.bandwidth / 1e9, "GB/s above 0")
     if not 0 <= workload.launch < float("inf"):
         _out_of_range(findings, "--launch", workload.launch * 1e6, "microseconds, 0 or more")
-
     findings.raise_if_errors()
 
 
 def _out_of_range(findings: Findings, where: str, value: float, expected: str) -> None:
-    findings.error(Code.SC703, where=where, found=f"{value:g}", expected=expected, next="give a number in that range")
+    findings.error(Code.SC703, where=where, found=shown(value), expected=expected, next="give a number in that range")
 
 
 def _row(

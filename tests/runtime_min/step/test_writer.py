@@ -8,14 +8,14 @@ import torch
 from scute_compile.base.shapes import gated_shape
 from scute_compile.diagnostics import Code, ScuteError
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
-from scute_compile.runtime_min.step.writer import DECODE_ROWS, StepLimits, StepWriter
+from scute_compile.runtime_min.step.writer import DECODE_ROWS_PER_ADAPTER, StepLimits, StepWriter
 from tests.support.drawn_adapters import pair_of, sites_of, tenant
 
 SITES = sites_of(gated_shape("small", layers=1, hidden=64, kv=32, mlp=128))
 
 
 def writer_of(*, fixed: bool = False) -> StepWriter:
-    """A writer for steps of up to 64 tokens, with adapters of four methods in its pool."""
+    """Return a writer for steps of up to 64 tokens, with adapters of four methods in its pool."""
     pool = ResidentPool(
         SITES, num_pages=300, max_adapters=4, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=1
     )
@@ -32,8 +32,8 @@ def test_many_rows_of_one_adapter_are_a_prefill_step_unless_the_form_is_fixed(fi
     writer = writer_of(fixed=fixed)
     writer.hold(["ia3"])
     for names, prefill in (
-        (["ia3"] * DECODE_ROWS + [None] * 8, False),
-        (["ia3"] * (DECODE_ROWS + 1), not fixed),
+        (["ia3"] * DECODE_ROWS_PER_ADAPTER + [None] * 8, False),
+        (["ia3"] * (DECODE_ROWS_PER_ADAPTER + 1), not fixed),
         ([None] * 32, False),
         ([None] * 33, True),
     ):
@@ -58,13 +58,13 @@ def test_rows_that_repeat_are_planned_once_for_the_held_adapters() -> None:
     assert writer.forms[0].plan is not first
 
 
-def test_adapters_are_held_until_the_next_ones_or_their_release() -> None:
+def test_adapters_are_held_until_the_next_hold_or_release() -> None:
     writer = writer_of()
     writer.hold(["ia3"])
     with pytest.raises(ScuteError):
         writer.pool.evict("ia3")
-    with pytest.raises(ScuteError, match="nobody"):
-        writer.hold(["nobody"])
+    with pytest.raises(ScuteError, match="unknown"):
+        writer.hold(["unknown"])
     assert writer.adapted
     writer.hold([None])
     assert (writer.held, writer.adapted) == (True, False)
