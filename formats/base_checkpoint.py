@@ -15,7 +15,7 @@ import numpy.typing as npt
 from scute_compile.diagnostics import Code, Findings, ScuteError, fail
 from scute_compile.formats.hub import find_repository, looks_like_id
 from scute_compile.formats.reading import CONFIG_LIMIT, Identity, identity_of, names_in, read_object, refuse_changed
-from scute_compile.formats.safetensors import Floats, TensorEntry, read_header, read_rows, read_tensor
+from scute_compile.formats.safetensors import Floats, TensorEntry, read_header, read_tensor
 from scute_compile.formats.samples import Samples
 
 CONFIG = "config.json"
@@ -77,30 +77,7 @@ class BaseCheckpoint:
             self.check_samples(key, samples)
 
         stored = self.tensors[key]
-        return read_tensor(self._file(key), stored.entry, check)
-
-    def check_samples(self, key: str, samples: Samples) -> None:
-        """Compare the samples of a tensor that was read with those of the fingerprint, where it was taken.
-
-        Raises:
-            ScuteError: SC111.
-        """
-        expected = self.samples.get(key)
-        if expected is not None and samples.hexdigest() != expected:
-            refuse_changed(f"{self.source}: {key}", "other bytes", "those that the base's fingerprint was taken from")
-
-    def read_rows(self, key: str, start: int, stop: int) -> Floats:
-        """Return rows `start` to `stop` of a tensor as float32 (float64 for F64).
-
-        Raises:
-            ScuteError: as for `read_tensor`.
-        """
-        stored = self.tensors[key]
-        return read_rows(self._file(key), stored.entry, start, stop)
-
-    def _file(self, key: str) -> Path:
-        file = self.tensors[key].file
-        if file is None:
+        if stored.file is None:
             fail(
                 Code.SC403,
                 where=f"{self.source}: {key}",
@@ -108,7 +85,17 @@ class BaseCheckpoint:
                 expected="the weights",
                 next="download the base and pass its folder",
             )
-        return file
+        return read_tensor(stored.file, stored.entry, check)
+
+    def check_samples(self, key: str, samples: Samples) -> None:
+        """Compare the samples of a tensor that was read with those of the fingerprint, if there is one.
+
+        Raises:
+            ScuteError: SC111.
+        """
+        expected = self.samples.get(key)
+        if expected is not None and samples.hexdigest() != expected:
+            refuse_changed(f"{self.source}: {key}", "other bytes", "those that the base's fingerprint was taken from")
 
 
 def open_base(source: str, *, weights: bool) -> BaseCheckpoint:

@@ -234,24 +234,12 @@ def read_tensor(path: Path, entry: TensorEntry, check: Check | None = None) -> F
     Raises:
         ScuteError: SC104, SC109, SC110, and what `check` raises.
     """
-    raw = _read(path, entry, 0, entry.nbytes)
+    with opened(path) as file:
+        file.seek(entry.begin)
+        raw = read_exactly(file, np.empty(entry.nbytes, np.uint8), path)
     if check is not None:
         check(raw)
     return decode(raw, entry.dtype, str(path)).reshape(entry.shape)
-
-
-def read_rows(path: Path, entry: TensorEntry, start: int, stop: int) -> Floats:
-    """Return rows `start` to `stop` of a tensor of at least one dimension, decoded: shape `(stop - start, ...)`.
-
-    Raises:
-        ScuteError: SC104, SC109 or SC110.
-    """
-    if not 0 <= start <= stop <= entry.shape[0]:
-        msg = f"rows {start} to {stop} of a tensor of shape {entry.shape}"
-        raise IndexError(msg)
-    shape = (stop - start, *entry.shape[1:])
-    row = entry.nbytes // entry.shape[0] if entry.shape[0] else 0
-    return decode(_read(path, entry, start * row, (stop - start) * row), entry.dtype, str(path)).reshape(shape)
 
 
 def read_blocks(path: Path, entry: TensorEntry, block_bytes: int = BLOCK_BYTES) -> Iterator[Floats]:
@@ -268,15 +256,6 @@ def read_blocks(path: Path, entry: TensorEntry, block_bytes: int = BLOCK_BYTES) 
         for offset in range(0, entry.nbytes, step):
             block = np.empty(min(step, entry.nbytes - offset), np.uint8)
             yield decode(read_exactly(file, block, path), entry.dtype, str(path))
-
-
-def read_bytes(path: Path, entry: TensorEntry, offset: int, length: int) -> bytes:
-    """Return `length` stored bytes of a tensor from `offset` on.
-
-    Raises:
-        ScuteError: SC104 or SC109.
-    """
-    return _read(path, entry, offset, length).tobytes()
 
 
 def read_spans(path: Path, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
@@ -304,15 +283,6 @@ def read_exactly(file: FileIO, block: npt.NDArray[np.uint8], path: Path) -> npt.
             _truncated(str(path), file.tell(), f"{len(view) - filled} bytes more")
         filled += count
     return block
-
-
-def _read(path: Path, entry: TensorEntry, offset: int, length: int) -> npt.NDArray[np.uint8]:
-    if offset < 0 or length < 0 or offset + length > entry.nbytes:
-        msg = f"bytes {offset} to {offset + length} of a tensor of {entry.nbytes} bytes"
-        raise IndexError(msg)
-    with opened(path) as file:
-        file.seek(entry.begin + offset)
-        return read_exactly(file, np.empty(length, np.uint8), path)
 
 
 def _truncated(where: str, size: int, expected: str) -> NoReturn:

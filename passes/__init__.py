@@ -1,4 +1,4 @@
-"""The passes: one rewrite of the frozen program per file."""
+"""The passes, each a function from a frozen program to a rewritten one, and the tables that they use."""
 
 if __name__ != "scute_compile.passes":
     raise ImportError(

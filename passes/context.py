@@ -1,4 +1,4 @@
-"""What a pass needs beyond the program: the scan's facts, the base, the adapter's files, and where findings go."""
+"""The inputs of passes beside the program: the adapter's configuration and tensors, their facts, and the base."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from scute_compile.base.structure import ModelStructure
 from scute_compile.diagnostics import Findings
 from scute_compile.ir.expressions import Ref
-from scute_compile.passes.scan import TensorFacts
+from scute_compile.passes.scan import Facts
 
 SameValues = Callable[[Ref, Ref], bool | None]
 """Whether an adapter tensor equals a base tensor; None where the two can't be compared."""
 
 
 def incomparable(adapter_tensor: Ref, base_tensor: Ref) -> None:
-    """Compare nothing: for planning without the base's weights."""
+    """Return None for every pair of tensors, as when the base's weights are absent."""
     del adapter_tensor, base_tensor
 
 
@@ -27,8 +27,7 @@ class Context:
     """The content of `adapter_config.json`."""
     tensors: Mapping[str, Ref] = field(default_factory=dict)
     """The adapter's tensors by checkpoint key."""
-    facts: Mapping[str, TensorFacts]
-    """The scan's facts by checkpoint key."""
+    facts: Facts
     structure: ModelStructure | None
     """The base; None when the adapter is planned without its base."""
     weights: bool = True

@@ -9,15 +9,16 @@ from scute_compile.ir.expressions import Add, AsStored, Expression, Multiply, Re
 from scute_compile.ir.program import Action, Note, Owner, Program, Site, Stage, Term
 from scute_compile.passes.context import Context
 from scute_compile.passes.rewrites import TERM_REWRITES
-from scute_compile.passes.values import Facts, is_ones, is_zero
+from scute_compile.passes.scan import Facts
+from scute_compile.passes.values import is_ones, is_zero
 
 
 def fold(program: Program, context: Context) -> Program:
-    """Apply the fold rule to every site. Sites without effect vanish; SC314 notes when none is left.
+    """Apply the fold rule to every site, and drop sites without effect. Notes SC314 when no site is left.
 
     Args:
         program: A placed program, or a parsed one that is planned without its base.
-        context: Its facts tell identities and zeros.
+        context: Its facts show which values are zeros or identities.
     """
     facts = context.facts
     sites, notes = [], list(program.notes)
@@ -99,7 +100,8 @@ def _site_note(site: Site, slot: str, action: Action, rule: str, why: str) -> No
 def compile_bias(site: Site, notes: list[Note]) -> Site:
     """Turn the adapter's bias into the shift of the compiled form: `b = beta_adapter - s * beta`.
 
-    `s` is taken as the artifact stores it, so that the shift corrects its rounding too. `y` already includes `beta`.
+    The output that the shift is added to includes `beta`, scaled by the stored `s`. The shift therefore uses `s` as the
+    artifact stores it.
     """
     base_bias, s, beta = site.linear.bias, site.s, site.beta
     if beta is None and (base_bias is None or s is None):

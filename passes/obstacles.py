@@ -52,5 +52,5 @@ def _fits(site: Site, tp: int, block: int) -> bool:
 
 
 def _edges(ranks: Cut) -> list[int]:
-    """Return the places at which the input is cut, ascending."""
+    """Return the edges of the ranks' input ranges, ascending."""
     return sorted({edge for ranges in ranks.inputs for interval in ranges for edge in interval})

@@ -20,7 +20,7 @@ RULE = "input vector of a product -> output vector of its plain factor"
 
 
 def place(program: Program, context: Context) -> Program:
-    """Move input vectors through element-wise products; look for obstacles where a slot moved to another layer."""
+    """Move input vectors through element-wise products, and check the cuts again when a slot has moved."""
     linears = context.base.linears
     sites = {site.name: site for site in program.sites}
     notes = []
@@ -52,7 +52,7 @@ def place(program: Program, context: Context) -> Program:
 
 
 def _target(site: Site, linears: Mapping[str, Linear]) -> Linear | None:
-    # a low-rank term of this site reads x unscaled, so x must not be scaled upstream
+    # a low-rank term of this site reads the unscaled x, so x must not be scaled in the layer before
     movable = site.rotation is not None and site.rotation.kind is RotationKind.DIAGONAL and not site.terms
     product = site.linear.input_product
     return linears[product.site] if movable and product is not None else None

@@ -79,4 +79,4 @@ TERM_REWRITES = (
     Rewrite(name="c-into-A", slot="c", algebra="c ((x A) B) = (x (c A)) B", apply=c_into_a),
     Rewrite(name="c-into-d", slot="c", algebra="c (((x A) * d) B) = ((x A) * (c d)) B", apply=c_into_d),
 )
-"""Tried once each, in this order."""
+"""Each is tried once, in this order."""

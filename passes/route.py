@@ -136,7 +136,7 @@ def _gemms(program: Program, structure: ModelStructure) -> Mapping[str, tuple[Si
 
 
 def _shape(site: Site, dtype: DType) -> SiteShape:
-    # The widest rank decides: all ranks take the same route, and the step waits for the slowest.
+    # The largest sizes count: all ranks take the same route, and a step waits for the slowest rank.
     linear = site.linear
     inputs = max(map(width, site.cut.inputs)) if site.cut else linear.in_features
     outputs = max(map(width, site.cut.outputs)) if site.cut else linear.out_features
@@ -144,7 +144,7 @@ def _shape(site: Site, dtype: DType) -> SiteShape:
 
 
 def _term_shape(site: Site, number: int, shape: SiteShape) -> TermShape:
-    """Return what the widest rank holds of a term."""
+    """Return a term's largest sizes on any rank."""
     rank = site.terms[number].rank
     held = site.cut.terms[number] if site.cut and site.cut.terms else TermCut()
     rows = rank if held.rows is None else max(stop - start for start, stop in held.rows)

@@ -1,11 +1,11 @@
 """The cost of each way to compute a live slot at one site, for one workload.
 
-Bytes counted per tenant: the slot's values. Counted once: a shared pair. Counted per token: the activations that are
-read and written in addition to what the pipeline moves anyway (the output tile that an expand holds costs nothing, a
-second pass over it does). Launches are those in addition to the one shrink and one expand that every fused site of a
-mixed pool has; each is charged as the bytes that memory moves in its time.
+The bytes of a step are the slot's values, once per tenant; a shared pair, once; and, per token, the activations that
+are moved in addition to those that the step moves without the slot. The output tile that an expand holds costs nothing;
+a second pass over the output does. A launch is counted when the fused site's shrink and expand don't do the work, and
+costs as much as the bytes that memory moves in its time.
 
-Every tenant of the workload is assumed to have an adapter like this one. Sizes are those of one rank.
+The costs assume that every tenant of the workload has an adapter like this one. Sizes are those of one rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteShape:
-    """What one rank holds of a site."""
+    """The sizes of a site on one rank."""
 
     inputs: int
     outputs: int
@@ -47,15 +47,15 @@ class SiteShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermShape:
-    """What one rank holds of a low-rank term."""
+    """The sizes of a low-rank term on one rank."""
 
     rows: int
-    """Of A, and entries of d."""
+    """Rows of A, and entries of d."""
     inputs: int
     rank: int
     """Rows of B."""
     columns: int
-    """Of B, and entries of e."""
+    """Columns of B, and entries of e."""
     width: int
     """Bytes per stored value."""
 
@@ -128,7 +128,7 @@ def _beside_pair(term: TermShape, workload: Workload, *, length: int, route: Rou
 
 
 def rotation_costs(gemm: Sequence[GemmMember], workload: Workload) -> list[Cost]:
-    """Return the costs of R for a whole fused GEMM, which is split, or extended by rows, as a whole.
+    """Return the costs of R for a fused GEMM, which is split, or extended by rows, as a whole.
 
     Args:
         gemm: All sites of the fused GEMM. Sites with equal rotations share one rotated input.

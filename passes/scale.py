@@ -26,10 +26,10 @@ threads take turns in Python between tiles.
 
 
 def scale(program: Program, context: Context) -> Program:
-    """Give every column norm its tiles, with a note for each. Nothing is read here.
+    """Give every column norm its tiles, with a note for each. No weights are read.
 
     Records SC403 when values need base tensors and the base is only a configuration, and SC404 when they need tensors
-    that are stored as codes of a quantization.
+    that are stored in a quantized form.
     """
     _check_base_tensors(program, context)
     sites = tuple(site.rewritten(_planned) if column_norms([site]) else site for site in program.sites)

@@ -1,4 +1,4 @@
-"""The scan: one buffered pass over the adapter's bytes that returns a few facts per tensor.
+"""The scan: reads the adapter's bytes once, and returns a few facts about each tensor.
 
 Later passes and findings use these facts (whether a tensor is finite, zero, the identity) and don't read tensors again.
 """
@@ -50,13 +50,17 @@ class TensorFacts:
     """Number of entries."""
 
 
+Facts = Mapping[str, TensorFacts]
+"""The facts of an adapter's tensors, by checkpoint key."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The facts of an adapter's tensors by key, and its files' hashes by name."""
+    """The result of the scan."""
 
-    facts: Mapping[str, TensorFacts]
+    facts: Facts
     sha256: Mapping[str, str]
-    """Empty unless `scan` was called with `hash_files`."""
+    """The hashes of the adapter's files by name; empty unless `scan` was called with `hash_files`."""
     tensor_sha256: Mapping[str, str]
     """The hashes of the tensors' bytes by key; empty unless `scan` was called with `hash_files`."""
 

@@ -12,7 +12,7 @@ from scute_compile.passes.context import Context
 
 
 def shard(program: Program, context: Context) -> Program:
-    """Give every site its cut. Obstacles were found by the passes that made the sites."""
+    """Give every site its cut. The parse and place passes have refused sites that can't be cut."""
     del context
     sites = tuple(replace(site, cut=_cut(site, program.target)) for site in program.sites)
     return replace(program, sites=sites, stage=Stage.SHARDED)

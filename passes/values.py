@@ -1,8 +1,6 @@
-"""Which values are known to be all zeros or all ones, from the scan's facts alone."""
+"""Decides from the scan's facts whether a value is known to be all zeros or all ones."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from scute_compile.ir.expressions import (
     Expression,
@@ -18,10 +16,7 @@ from scute_compile.ir.expressions import (
     Subtract,
     Transpose,
 )
-from scute_compile.passes.scan import TensorFacts
-
-Facts = Mapping[str, TensorFacts]
-"""By key of the adapter's checkpoint."""
+from scute_compile.passes.scan import Facts
 
 
 def is_zero(x: Expression | None, facts: Facts) -> bool:  # noqa: PLR0911 - one return per kind of expression

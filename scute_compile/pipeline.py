@@ -1,6 +1,6 @@
 """The pipeline: the passes in their order, and `plan`, which takes one adapter through them.
 
-Planning reads the adapter, and of the base only names and shapes. Weights are read when the planned program is packed.
+Planning reads the adapter, and the base's names and shapes. The base's weights are read when the program is packed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIPELINE: tuple[Pass, ...] = (parse, place, fold, scale, shard, route)
 """Every pass, in order. The spec is verified after each."""
 
 NEED_BASE: frozenset[Pass] = frozenset({place, scale, shard, route})
-"""Passes that are left out when an adapter is planned without its base."""
+"""Passes that are skipped when an adapter is planned without its base."""
 
 
 class Base(Protocol):

@@ -19,10 +19,10 @@ if find_spec("vllm") is None and not Path("/dev/nvidiactl").exists():
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this session that outlives single tests and is the same for every worker."""
-    own = tmp_path_factory.getbasetemp()
+    """Return a folder that all tests and workers of this session share."""
+    folder = tmp_path_factory.getbasetemp()
     parallel = "PYTEST_XDIST_WORKER" in os.environ
-    return (own.parent if parallel else own) / "shared"
+    return (folder.parent if parallel else folder) / "shared"
 
 
 @pytest.fixture(scope="session")

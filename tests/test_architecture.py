@@ -1,4 +1,4 @@
-"""The rooms import in one direction, without circles, and torch stays in its rooms."""
+"""The rooms import in one direction and without circles, and only some of them import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ APART = {
     "pipeline": {"pack", "formats.artifact", "runtime_min"},
     "runtime_min.oracle": {f"runtime_min.{name}" for name in RUNTIME[:5]},
 }
-"""Rooms of one height, or of a line that is not drawn above, that know nothing of each other."""
+"""Room -> other rooms that it must not import, in addition to the order above."""
 TORCH = ("pack", "runtime_min", "runtime_vllm", "formats.artifact_tensors", "cli.demo", "cli.run")
 
 
@@ -52,7 +52,7 @@ def inside(name: str, rooms: Iterable[str]) -> bool:
 
 
 def faults(sources: dict[str, str]) -> list[str]:
-    """Return every import that goes up, across, or to torch from a room without it."""
+    """Return every forbidden import: of a higher room, of a room in `APART`, or of torch outside `TORCH`."""
     found = []
     for name, source in sources.items():
         height = next((i for i, rooms in enumerate(LAYERS) if inside(name, rooms.split())), 0)

@@ -56,7 +56,7 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
 
 
 def _is_initial_rank(checkpoint: Checkpoint, ada: AdaLoraSettings) -> bool:
-    """Return whether init_r can be the rank at the start of training; the scale divides by it, and no tensor has it."""
+    """Return whether init_r can be the initial rank. The scale divides by it, and no tensor shows it."""
     masks = {len(mask) for mask in (ada.rank_pattern or {}).values()}
     ranks = {t["lora_A"].shape[0] for t in checkpoint.modules.values() if "lora_A" in t}
     kept = all(rank <= ada.init_r for rank in ranks) if masks else ranks <= {ada.init_r}

@@ -1,9 +1,9 @@
-"""Matching regular expressions with the meaning of Python's `re` in bounded time and memory.
+"""Matches regular expressions of Python's `re` in bounded time and memory.
 
 PEFT matches module paths with `re`, whose search backtracks: some patterns take time that grows exponentially with the
-path. Here the pattern is parsed by `re`'s own parser, so that it means what `re` means, and is run as a finite
+path. This module parses a pattern with the parser of `re`, so that its meaning is the same, and runs it as a finite
 automaton (K. Thompson, "Regular expression search algorithm", CACM 11(6), 1968): all alternatives advance together,
-one character at a time. What an automaton can't express (back-references, atomic groups) is refused.
+one character at a time. It refuses what an automaton can't express (back-references, atomic groups).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_STATES = 20_000
 MOST_STEPS = 1_000_000
 """Most state visits for one text: less than a second of processor time."""
 MOST_CACHED = 4_096
-"""Most remembered sets of states and steps between them; beyond it they are forgotten."""
+"""Most entries of each cache of a pattern; a full cache is cleared."""
 
 Accepts: TypeAlias = Callable[[str], bool]
 """Whether a state consumes a character."""
@@ -37,12 +37,12 @@ Holds: TypeAlias = Callable[[str, int, "Budget"], bool]
 
 
 class UnsupportedPatternError(ValueError):
-    """A pattern that no automaton of bounded size can stand for; the message says why."""
+    """Raised for a pattern that no automaton of bounded size can match; the message gives the reason."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """State visits that are left for one text."""
+    """The number of state visits that are left for one text."""
 
     left: int = MOST_STEPS
 
@@ -55,21 +55,21 @@ class Budget:
 
 @dataclass(slots=True)
 class Pattern:
-    """A compiled pattern. State 0 is where it begins and state 1 where it has matched."""
+    """A compiled pattern. State 0 is the start, and state 1 is reached by a match."""
 
     accepts: dict[int, tuple[Accepts, int]] = field(default_factory=dict)
-    """By state: what it consumes, and the state after it."""
+    """By state: the characters that it consumes, and the next state."""
     jumps: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """By state: states that are reached without a character, each with the number of a condition or -1."""
+    """By state: the states that are reached without a character, each with a condition's index, or -1 for none."""
     conditions: list[Holds] = field(default_factory=list)
     count: int = 2
     groups: int = 0
-    """Capturing groups."""
+    """The number of capturing groups."""
     _closures: dict[tuple[frozenset[int], tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)
     _steps: dict[tuple[frozenset[int], str], frozenset[int]] = field(default_factory=dict)
 
     def fullmatch(self, text: str, budget: Budget | None = None) -> bool:
-        """Return whether the pattern matches all of `text`, as `re.fullmatch` says.
+        """Return whether the pattern matches all of `text`, as `re.fullmatch` does.
 
         Raises:
             UnsupportedPatternError: when that would take more than `MOST_STEPS` state visits.
@@ -94,7 +94,7 @@ class Pattern:
                 return
 
     def _closure(self, states: frozenset[int], text: str, position: int, budget: Budget) -> frozenset[int]:
-        """Return the states with all that are reached from them without a character."""
+        """Return the states, and all that are reached from them without a character."""
         truths = tuple(holds(text, position, budget) for holds in self.conditions)
         key = (states, truths)
         found = self._closures.get(key)
@@ -132,7 +132,8 @@ def compiled(pattern: str) -> Pattern:
     """Compile a pattern of Python's `re`.
 
     Raises:
-        UnsupportedPatternError: for a pattern that is too long, too deeply nested, or more than a regular expression.
+        UnsupportedPatternError: for a pattern that is too long, too deeply nested, or not a regular expression in the
+            strict sense.
         re.error: for a pattern that `re` refuses as well.
     """
     if len(pattern) > LONGEST:
@@ -140,7 +141,7 @@ def compiled(pattern: str) -> Pattern:
     if (depth := _depth(pattern)) > DEEPEST:
         raise UnsupportedPatternError(f"it nests {depth} groups, more than {DEEPEST}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `re` warns of sets that may come to mean more
+        warnings.simplefilter("ignore")  # `re` warns of sets whose meaning may change
         try:
             tree = parser.parse(pattern)
         except (OverflowError, RecursionError) as error:
@@ -241,7 +242,7 @@ class _Builder:
         elif kind is op.SUBPATTERN:
             _, added, removed, inner = argument
             self.sequence(inner, start, end, (flags | added) & ~removed)
-        elif kind in (op.MAX_REPEAT, op.MIN_REPEAT):  # how much is taken first doesn't change what matches as a whole
+        elif kind in (op.MAX_REPEAT, op.MIN_REPEAT):  # greediness doesn't change which texts match
             low, high, inner = argument
             self.repeat(low, high, inner, start, end, flags)
         elif kind is op.AT:
@@ -252,7 +253,7 @@ class _Builder:
             self.consume(_character(kind, argument, flags), start, end)
 
     def consume(self, accepts: Accepts, start: int, end: int) -> None:
-        state = self.state()  # a state of its own: `start` may consume in another branch as well
+        state = self.state()  # a new state, since `start` may consume in another branch as well
         self.jump(start, state)
         self.pattern.accepts[state] = (accepts, end)
 
@@ -276,7 +277,7 @@ class _Builder:
 
 
 def _character(kind: Any, argument: Any, flags: int) -> Accepts:  # noqa: ANN401 - the parser's constants
-    """Return what a node that consumes one character accepts."""
+    """Return the test for the characters that a node consumes."""
     if kind is op.ANY:
         return (lambda _: True) if flags & re.DOTALL else (lambda character: character != "\n")
     if kind is op.IN:
@@ -285,7 +286,7 @@ def _character(kind: Any, argument: Any, flags: int) -> Accepts:  # noqa: ANN401
         return _folded(lambda character: any(member(character) for member in members), negated=negated, flags=flags)
     if kind in (op.LITERAL, op.NOT_LITERAL):
         return _folded(_plain(op.LITERAL, argument, flags), negated=kind is op.NOT_LITERAL, flags=flags)
-    raise UnsupportedPatternError(f"`{str(kind).lower()}` is no part of a regular expression in the strict sense")
+    raise UnsupportedPatternError(f"`{str(kind).lower()}` is not part of a regular expression in the strict sense")
 
 
 def _plain(kind: Any, argument: Any, flags: int) -> Accepts:  # noqa: ANN401 - likewise
@@ -348,7 +349,7 @@ def _look_around(direction: int, tree: Any, *, wanted: bool, flags: int) -> Hold
         return lambda text, position, budget: (next(inner.ends(text, position, budget), None) is not None) is wanted
     low, high = tree.getwidth()
     if low != high or inner.conditions:
-        raise UnsupportedPatternError("it looks behind for something of no fixed width, or for an anchor")
+        raise UnsupportedPatternError("its look-behind has no fixed width, or contains an anchor")
 
     def behind(text: str, position: int, budget: Budget) -> bool:
         return (position >= low and inner.fullmatch(text[position - low : position], budget)) is wanted

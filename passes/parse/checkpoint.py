@@ -1,4 +1,4 @@
-"""The parse pass: reads an adapter's configuration and keys into sites and slots, by the front end of its method."""
+"""The parse pass: turns an adapter's configuration and keys into sites and slots, with the front end of its method."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def front_end_of(config: Mapping[str, object]) -> FrontEnd:
 def parse(program: Program, context: Context) -> Program:
     """Read a checkpoint into a program.
 
-    Parsing goes on after faults as long as the rest can be read, so that one run finds as many as possible. When the
-    context's findings contain an error, the returned program must not be compiled.
+    Parsing continues after a fault as long as the rest can be read, so that one run reports as many faults as possible.
+    When the context's findings contain an error, the returned program must not be compiled.
 
     Args:
         program: An opened program.
-        context: The adapter, and the base or None to read the adapter alone.
+        context: The adapter and its base; without a base, the adapter is read alone.
     """
     front_end, findings, structure = front_end_of(context.config), context.findings, context.structure
     settings = read_settings(
@@ -79,7 +79,7 @@ def parse(program: Program, context: Context) -> Program:
         reading = front_end.build(checkpoint, settings)
     sites = _claim_rest(front_end, checkpoint, keys, context, root, reading)
     if structure is not None and not checkpoint.modules and not findings.errors:
-        _check_targets(checkpoint, keys)  # only when the errors of its keys don't explain that there are no modules
+        _check_targets(checkpoint, keys)  # no module was found, and no error of the keys explains it
     if structure is not None:
         find_obstacles(sites, program.target.tp, findings)
     renamed = {raw: path for raw, path in root.paths.items() if module_path(raw) != path}
@@ -87,7 +87,7 @@ def parse(program: Program, context: Context) -> Program:
 
 
 def _inferred(front_end: FrontEnd, modules: Mapping[str, Tensors]) -> ModelStructure:
-    """Return the base as far as the adapter shows it: layers' names, and sizes where tensors give them."""
+    """Return the base as far as the adapter shows it: names of layers, and sizes that the tensors give."""
     linears = {}
     for raw, tensors in modules.items():
         path = module_path(raw)

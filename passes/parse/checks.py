@@ -13,14 +13,14 @@ from scute_compile.ir.linear import Linear
 from scute_compile.passes.parse.front_end import FrontEnd, Tensors
 from scute_compile.passes.parse.keys import SortedKeys, module_path
 from scute_compile.passes.parse.targets import some
-from scute_compile.passes.scan import TensorFacts
+from scute_compile.passes.scan import Facts
 
 EXAMPLES = 3
 """The number of layers that a message lists."""
 
 
 def check_tensors(
-    keys: SortedKeys, refs: Mapping[str, Ref], facts: Mapping[str, TensorFacts], front_end: FrontEnd, findings: Findings
+    keys: SortedKeys, refs: Mapping[str, Ref], facts: Facts, front_end: FrontEnd, findings: Findings
 ) -> bool:
     """Record faults that every method has in common; return whether the front end can read the shapes.
 
@@ -64,7 +64,7 @@ def check_tensors(
             Code.SC308,
             where=empty[0],
             found=f"{len(empty)} of {len(refs)} tensors have a dimension of 0: {some(empty)}",
-            expected="whole tensors",
+            expected="no dimension of 0",
         )
     return usable and not empty
 

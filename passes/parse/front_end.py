@@ -13,7 +13,7 @@ from scute_compile.ir.method import Method
 from scute_compile.ir.program import Site
 from scute_compile.passes.parse.keys import Parameter
 from scute_compile.passes.parse.settings import Rule, Settings
-from scute_compile.passes.scan import TensorFacts
+from scute_compile.passes.scan import Facts
 
 Tensors = Mapping[str, Ref]
 """Parameter -> tensor, for one module."""
@@ -27,10 +27,9 @@ class Checkpoint:
     modules: Mapping[str, Tensors]
     """By the base's module path, in the base's order."""
     shared: Tensors
-    facts: Mapping[str, TensorFacts]
-    """By checkpoint key."""
+    facts: Facts
     structure: ModelStructure
-    """The base, with only those layers that lie under the adapter's root."""
+    """The base, with only the layers under the adapter's root."""
     names: Mapping[str, str]
     """Base module path -> module path in the adapter's keys, patterns and targets, where the two differ."""
     findings: Findings
@@ -59,7 +58,7 @@ class FrontEnd:
     """One PEFT method: the layout of its files, and how they become sites."""
 
     method: Method
-    """Its name in capitals is the `peft_type` of `adapter_config.json`."""
+    """The method, whose name in capitals is the `peft_type` of `adapter_config.json`."""
     parameters: tuple[Parameter, ...]
     shared: tuple[Parameter, ...] = ()
     settings: type[Settings]
@@ -81,7 +80,7 @@ class FrontEnd:
 
 
 def require(checkpoint: Checkpoint, path: str, *wanted: str) -> bool:
-    """Return whether a module has all `wanted` parameters; record the missing ones otherwise."""
+    """Return whether a module has all `wanted` parameters, and record those that are missing."""
     tensors = checkpoint.modules[path]
     missing = [name for name in wanted if name not in tensors]
     for name in missing:

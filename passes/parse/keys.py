@@ -1,4 +1,4 @@
-"""Sorts a checkpoint's keys: every key is a parameter of one module, a shared tensor, or one of the rest."""
+"""Sorts a checkpoint's keys into parameters of modules, shared tensors, and the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SortedKeys:
     shared: Mapping[str, str]
     """Parameter -> key, for tensors that belong to no module."""
     rest: tuple[str, ...]
-    """Keys that are no parameter of the method."""
+    """Keys that are not parameters of the method."""
 
 
 def without_adapter_name(key: str, stems: Iterable[str]) -> tuple[str, str]:
@@ -54,21 +54,21 @@ def without_adapter_name(key: str, stems: Iterable[str]) -> tuple[str, str]:
 def sort_keys(
     keys: Iterable[str], parameters: tuple[Parameter, ...], shared: tuple[Parameter, ...], findings: Findings
 ) -> SortedKeys:
-    """Sort `keys`; records SC306 when two keys name one parameter of a module."""
+    """Sort `keys`. Records SC306 when two keys name one parameter of a module."""
     stems = {spelling.split(".")[0] for parameter in parameters for spelling in parameter.spellings}
     modules: dict[str, dict[str, str]] = {}
-    beside: dict[str, str] = {}
+    shared_keys: dict[str, str] = {}
     rest = []
     adapter_names: dict[str, str] = {}
     for key in keys:
         plain, adapter_name = without_adapter_name(key, stems)
         path, parameter = _split(plain, parameters)
-        lone = next((p for p in shared for s in p.spellings if plain.endswith(f".{s}") or plain == s), None)
+        common = next((p for p in shared for s in p.spellings if plain.endswith(f".{s}") or plain == s), None)
         if parameter is not None:
             claimed, name = modules.setdefault(path, {}), parameter.name
             adapter_names.setdefault(adapter_name, key)
-        elif lone is not None:
-            claimed, name = beside, lone.name
+        elif common is not None:
+            claimed, name = shared_keys, common.name
         else:
             rest.append(key)
             continue
@@ -81,11 +81,11 @@ def sort_keys(
             )
         claimed[name] = key
     _check_names(adapter_names, findings)
-    return SortedKeys(modules=modules, shared=beside, rest=tuple(rest))
+    return SortedKeys(modules=modules, shared=shared_keys, rest=tuple(rest))
 
 
 def _check_names(names: Mapping[str, str], findings: Findings) -> None:
-    """Check the adapters' names that keys contain; `names` has one key for each name. PEFT's name is `default`."""
+    """Check the adapters' names in the keys. `names` has an example key for each; PEFT's own name is `default`."""
     given = [name for name in names if name not in ("", "default")]
     if not given:
         return

@@ -92,9 +92,9 @@ def build(checkpoint: Checkpoint, settings: Settings) -> Reading:
     sites = [site for site in made if site is not None]
     ranks = sorted({site.terms[0].rank for site in sites})
     listed = (("ranks", " ".join(map(str, ranks))), ("alpha", f"{lora.lora_alpha:g}")) if lora.lora_alpha else ()
-    scaling = (("scaling", "alpha / sqrt(r)" if lora.use_rslora else "alpha / r"),)
+    formula = (("scaling", "alpha / sqrt(r)" if lora.use_rslora else "alpha / r"),)
     method = Method.DORA if lora.use_dora else Method.LORA
-    return Reading(method=method, sites=tuple(sites), settings=(*listed, *scaling))
+    return Reading(method=method, sites=tuple(sites), settings=(*listed, *formula))
 
 
 def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
@@ -128,7 +128,7 @@ def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
         checkpoint.findings.note(
             Code.SC315,
             where="r",
-            found="no rank r in the configuration; the tensors' ranks count",
+            found="no rank r in the configuration; the tensors' ranks are used",
             expected="the rank of the training run",
             next="the scale follows from the tensors' ranks",
         )
@@ -180,15 +180,15 @@ def _check_order(checkpoint: Checkpoint, lora: LoraSettings, alphas: Patterns[fl
         checkpoint.findings.note(
             Code.SC213,
             where=first,
-            found=f"{patterns} match it; so for {len(several)} of {len(checkpoint.modules)} modules",
+            found=f"{patterns} match it; {len(several)} of {len(checkpoint.modules)} modules have several matches",
             expected="one alpha for each module: PEFT sorts the patterns when it saves them, so the training run's "
             "order is lost",
-            next="the first in the file counts, as when PEFT loads it; give each module one pattern if that is wrong",
+            next="the first one in the file is used, as in PEFT; if that is wrong, give each module one pattern",
         )
 
 
 def scaling(alpha: float, rank: int, *, rslora: bool) -> float:
-    """Return c.
+    """Return the scale c of a low-rank term.
 
     >>> scaling(16, 4, rslora=False), scaling(16, 4, rslora=True)
     (4.0, 8.0)
@@ -206,7 +206,7 @@ def _site(
             where=path,
             found=f"`{tensors['magnitude'].key}` with use_dora = false",
             expected="magnitude tensors and use_dora to agree",
-            next="set use_dora to true if it was trained so; PEFT would drop the magnitudes silently",
+            next="set use_dora to true if the adapter was trained with it; PEFT would drop the magnitudes silently",
         )
         return None
     if "lora_B.bias" in tensors and not lora.lora_bias:
@@ -215,7 +215,7 @@ def _site(
             where=path,
             found=f"`{tensors['lora_B.bias'].key}` with lora_bias = false",
             expected="biases on B and lora_bias to agree",
-            next="set lora_bias to true if it was trained so; PEFT would drop the biases silently",
+            next="set lora_bias to true if the adapter was trained with it; PEFT would drop the biases silently",
         )
         return None
     wanted = ("lora_A", "lora_B") + (("magnitude",) if lora.use_dora else ())

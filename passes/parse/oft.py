@@ -35,7 +35,7 @@ class OftSettings(Settings):
 
 
 def dimensions(tensors: Tensors) -> tuple[int, int]:
-    """Return `(blocks * size, out)`; the input is 0 for one block, which may be shared."""
+    """Return `(blocks * size, out)`; the input is 0 (unknown) for a single block, which may be shared."""
     vector, square, scale = tensors.get("oft_R"), tensors.get("oft_r"), tensors.get("oft_s")
     out = scale.shape[0] if scale else 0
     if vector and len(vector.shape) == 2 and vector.shape[0] > 1:

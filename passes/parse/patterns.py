@@ -1,4 +1,4 @@
-"""Matching module paths as PEFT does (`tuners/tuners_utils.py`, `utils/other.py`), in bounded time and memory."""
+"""Matches module paths as PEFT does (`tuners/tuners_utils.py`, `utils/other.py`), in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 
 def full_match(pattern: str, path: str, *, where: str) -> bool:
-    """Return whether `pattern` matches all of `path`, as `re.fullmatch` says.
+    """Return whether `pattern` matches all of `path`, as `re.fullmatch` does.
 
     Args:
         pattern: A regular expression of Python's `re`.
@@ -26,7 +26,7 @@ def full_match(pattern: str, path: str, *, where: str) -> bool:
         where: The configuration field that holds the pattern, for messages.
 
     Raises:
-        ScuteError: SC205 for what is no regular expression, SC209 for one that can't be matched in bounded time.
+        ScuteError: SC205 for an invalid regular expression, SC209 for one that can't be matched in bounded time.
     """
     with _faults_named(pattern, where):
         return compiled(pattern).fullmatch(path)
@@ -120,10 +120,10 @@ def endings(path: str) -> Iterator[str]:
 
 
 def layer_number(path: str, layers_pattern: Sequence[str]) -> int | None:
-    """Return the layer that `path` lies in: its first numbered segment, or the one after a named segment.
+    """Return the number of the layer that holds `path`: its first numbered segment, or the one after a named segment.
 
     Raises:
-        ScuteError: as `full_match`; SC209 too for a pattern with groups, or one that several numbers follow.
+        ScuteError: as `full_match`; also SC209 for a pattern with groups, or one that several numbers follow.
 
     >>> layer_number("model.layers.3.self_attn.q_proj", ()), layer_number("model.h.3.mlp", ("layers",))
     (3, None)
@@ -157,7 +157,7 @@ def _numbers_after(pattern: str, path: str) -> set[int]:
 
 
 def _outside_groups(pattern: str) -> str:
-    r"""Return what stands outside groups, sets and escapes.
+    r"""Return the text outside groups, sets and escapes.
 
     >>> _outside_groups(r"a|(?:b|c)[|]\|")
     'a|'

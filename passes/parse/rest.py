@@ -1,4 +1,4 @@
-"""Keys that are no parameter of the method: trained biases, copies of base weights, and faults."""
+"""Claims the keys that are not parameters of the method: trained biases and copies of base weights; or refuses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOREIGN = re.compile(r"\.lora_[ab](\.weight)?$|\.lora\.(up|down)\.|\.lora_(up|do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """The inputs for judging the remaining keys."""
+    """The inputs of `claim_rest`, beside the keys."""
 
     config: Mapping[str, object]
     structure: ModelStructure
@@ -51,7 +51,7 @@ def claim_rest(refs: Mapping[str, Ref], rest: Rest) -> Mapping[str, Ref]:
 
 
 def with_biases(sites: tuple[Site, ...], biases: Mapping[str, Ref], structure: ModelStructure) -> tuple[Site, ...]:
-    """Return the sites with trained biases in place of the base's; layers with a bias alone become sites."""
+    """Return the sites with trained biases in place of the base's; layers with only a trained bias become sites."""
     by_name = {site.name: site for site in sites}
     for path, bias in biases.items():
         site = by_name.get(path) or Site(linear=structure.linears[path])
@@ -133,7 +133,7 @@ def base_key(path: str, parameter: str, structure: ModelStructure) -> str | None
     return None
 
 
-def _why_not(ref: Ref, rest: Rest, key: str) -> str:
+def _why_incomparable(ref: Ref, rest: Rest, key: str) -> str:
     coded = [tensor.dtype for tensor in (ref, rest.structure.tensors[key]) if tensor.dtype not in FORMATS]
     return f"it is stored as {coded[0]}" if coded else "the base's weights are absent"
 
@@ -175,18 +175,15 @@ def _claim_copy(ref: Ref, rest: Rest) -> None:
         rest.findings.error(
             Code.SC403,
             where=ref.key,
-            found=f"a copy of `{key}`, which can't be compared: {_why_not(ref, rest, key)}",
+            found=f"a copy of `{key}`, which can't be compared: {_why_incomparable(ref, rest, key)}",
             expected="a base folder with weights",
             next="pass --base with the weights, or remove the copy",
         )
-    elif rest.config.get("modules_to_save"):
-        pass  # SC211 refuses the field
-    else:
-        saved = rest.config.get("modules_to_save")
+    elif not (saved := rest.config.get("modules_to_save")):  # otherwise SC211 refuses the field
         rest.findings.error(
             Code.SC312,
             where=ref.key,
-            found=f"a dense weight {ref.shape} that differs from the base's `{key}`; modules_to_save says {saved}",
+            found=f"a dense weight {ref.shape} that differs from the base's `{key}`; modules_to_save = {saved}",
             expected="tensors of the method alone, or an identical copy",
-            next="a trained head, embedding, norm or bias can't be served beside other tenants; train without it",
+            next="train without it: a trained head, embedding, norm or bias can't be served beside other tenants",
         )

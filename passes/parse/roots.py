@@ -1,4 +1,4 @@
-"""Finds where an adapter's modules lie in the base: under their own names, or after one change of their prefix."""
+"""Finds an adapter's modules in the base: under the same names, or after one change of their prefix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scute_compile.passes.parse.targets import some
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """The places of an adapter's modules in the base."""
+    """The paths of an adapter's modules in the base."""
 
     paths: Mapping[str, str]
     """Raw module path -> base module path."""
@@ -32,7 +32,7 @@ class Root:
         return after(path, self.added) is not None
 
     def trained_name(self, path: str) -> str:
-        """Return the path that a base module had when the adapter was trained; a wrapper's prefix is not part of it."""
+        """Return the path that a base module had when the adapter was trained, without the prefix of a wrapper."""
         rest = after(path, self.added) if self.added else None
         return path if rest is None else join(module_path(f"{self.dropped}.").rstrip("."), rest)
 
@@ -49,7 +49,7 @@ def find_root(
         findings: Receives SC302 (nothing matches), SC303 (some modules don't) and SC304 (the prefix was changed).
 
     Returns:
-        The root; when only some modules match, with those alone; None when none do.
+        The root. When only some modules match, it has only these. None when no module matches.
     """
     plain = {raw: module_path(raw) for raw in modules}
     matched = {raw for raw, path in plain.items() if path in known.linears}
@@ -75,7 +75,7 @@ def find_root(
             where=min(unmatched),
             found=f"{len(unmatched)} of {len(modules)} modules match nothing in the base: {some(unmatched)}",
             expected=f"layers of {known.model_type} such as {some(list(known.linears)[:1])}",
-            next="check that the base is the one the adapter was trained on; nothing is served in part",
+            next="check that the base is the one the adapter was trained on; an adapter is never served in part",
         )
         return Root(paths={raw: path for raw, path in plain.items() if raw in matched})
     _refuse_all(keys, known, findings, ambiguous=result.ambiguous)

@@ -45,7 +45,7 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A field that may hold only values with which the adapter stays in the normal form."""
+    """A field that is refused unless its value keeps the adapter in the normal form."""
 
     name: str
     code: Code
@@ -72,7 +72,7 @@ REPLACED = (
     Rule(
         name="target_parameters",
         code=Code.SC212,
-        why="adapts stacked parameters (experts) that are no linear layer",
+        why="adapts stacked parameters (experts), which are not linear layers",
         next=Code.SC212.next,
     ),
 )
@@ -81,7 +81,7 @@ Fields = TypeVar("Fields", bound=Settings)
 
 
 def is_unset(value: object) -> bool:
-    """Return whether a field's value is what an unused feature looks like: null, false, or an empty container."""
+    """Return whether a field's value means that its feature is not used: null, false, or something empty."""
     return value is None or value is False or value in ({}, [], "")
 
 

@@ -24,7 +24,7 @@ def names(value: object) -> tuple[str, ...]:
 
 
 def some(items: Iterable[str]) -> str:
-    """Return a few items for a message, with the count of the rest.
+    """List a few items for a message, with the number of those that are left out.
 
     >>> some(["a", "b"])
     '`a`, `b`'
@@ -96,7 +96,7 @@ def check_targets(
         findings.note(
             Code.SC315,
             where="target_modules",
-            found=f"no target_modules; the {len(present)} modules with tensors count",
+            found=f"no target_modules; the {len(present)} modules with tensors are taken as the targets",
             expected="the targets of the training run",
             next="PEFT would take its defaults for the architecture and drop the tensors of other modules",
         )
@@ -121,7 +121,7 @@ def check_targets(
             found=f"{len(missing)} targeted modules of the base have no tensors: {some(missing)}",
             expected=f"tensors for all {len(missing) + len(present)} modules that match",
         )
-    _note_idle_targets(config, (*known, *heads), findings)
+    _note_unmatched_targets(config, (*known, *heads), findings)
 
 
 def _heads_without_tensors(config: Mapping[str, object], heads: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -133,16 +133,16 @@ def _heads_without_tensors(config: Mapping[str, object], heads: Sequence[str], k
     return [path for path in targeted if not any(f".{path}." in f".{key}." for key in keys)]
 
 
-def _note_idle_targets(config: Mapping[str, object], modules: Sequence[str], findings: Findings) -> None:
+def _note_unmatched_targets(config: Mapping[str, object], modules: Sequence[str], findings: Findings) -> None:
     if isinstance(config.get("target_modules"), str):
         return
     ends = {end for path in modules for end in endings(path)}
-    idle = [name for name in names(config.get("target_modules")) if name not in ends]
-    if idle:
+    unmatched = [name for name in names(config.get("target_modules")) if name not in ends]
+    if unmatched:
         findings.note(
             Code.SC208,
             where="target_modules",
-            found=f"{some(idle)} match no linear layer of the base",
+            found=f"{some(unmatched)} match no linear layer of the base",
             expected="names of the base's layers",
             next="PEFT ignores them as well, while another target matches; check that the base is the right one",
         )

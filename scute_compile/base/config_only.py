@@ -49,8 +49,8 @@ def check_counts(config: object, where: str) -> None:
     """Refuse numbers of layers and experts beyond any real model's, since each of them would be built.
 
     Args:
-        config: the content of a config.json.
-        where: its place, for the message.
+        config: The content of a config.json.
+        where: Its place, for the message.
 
     Raises:
         ScuteError: SC112.

@@ -18,11 +18,6 @@ CONFIG_FIELDS = ("head_dim", "hidden_size", "n_embd", "n_head", "num_attention_h
 """The fields of configurations whose defaults are recorded: those that `scute_compile.base.scopes` asks for."""
 
 
-def release() -> str:
-    """Return the release of transformers that the data was taken from."""
-    return cast("str", _data()["transformers"])
-
-
 def tp_plan(model_type: str) -> Mapping[str, str] | None:
     """Return `base_model_tp_plan` of the architecture: module pattern, relative to the base model -> kind of split.
 

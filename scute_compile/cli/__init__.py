@@ -1,1 +1,1 @@
-"""The command line. A command reads its arguments, calls for a report, and renders it."""
+"""The command line. Each command reads its arguments, requests a report and renders it."""

@@ -1,7 +1,7 @@
 """The `scute` application: its commands, and the exit status and message of every failure.
 
 Exit status: 0 for success, notes allowed; 1 when an adapter is refused or differs from PEFT; 2 for usage errors and
-missing bases. Each command imports what it needs when it runs, so that `--help` answers at once.
+missing bases. Each command imports what it needs when it runs, so that `--help` starts fast.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Every exception becomes a message.
 
     Args:
-        argv: The words after the program's name; None: those of the process.
+        argv: The arguments after the program's name; None: those of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = "--json" in arguments  # usage errors are then JSON as well, and typer must not print them
     try:
         status = app(arguments, standalone_mode=not as_json)
-    except SystemExit as end:  # typer ends every command so, usage errors (2) included
+    except SystemExit as end:  # how typer ends every command, usage errors (2) included
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         return _interrupted()
@@ -87,7 +87,7 @@ def _interrupted() -> int:
 
 
 def _fault(arguments: Sequence[str], error: Exception) -> int:
-    """Print what ended a command, and return its exit status. Typer's exceptions have no public names."""
+    """Print the error that ended a command, and return the exit status. Typer's exceptions have no public names."""
     if isinstance(error, ScuteError):
         return _report(arguments, error.diagnostics)
     if isinstance(error, BrokenPipeError):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def consoles() -> tuple[Console, Console]:
     """Return consoles on standard output and on standard error.
 
-    Neither of them replaces `:smile:` in a name by an emoji, or colours numbers in it.
+    They print names as they are: `:smile:` is not replaced by an emoji, and numbers are not coloured.
     """
     from rich.console import Console
 

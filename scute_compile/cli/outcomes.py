@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from scute_compile.cli.console import print_line
+from scute_compile.cli.sizes import counted
 from scute_compile.diagnostics import Diagnostic, printable
 
 if TYPE_CHECKING:
@@ -48,5 +49,5 @@ def _with_adapter(finding: Diagnostic, adapter: str) -> str:
 
 
 def _description(item: Outcome) -> str:
-    words = [word for word in (item.method, "" if item.sites is None else f"{item.sites} sites") if word]
+    words = [word for word in (item.method, "" if item.sites is None else counted(item.sites, "site")) if word]
     return f" ({', '.join(words)})" if words and item.outcome != "refused" else ""

@@ -12,7 +12,7 @@ LABELS = {"base": "reading base weights", "adapters": "packing adapters"}
 
 @contextmanager
 def progress_bars(*, hidden: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Give a function for `scute.compile(progress=...)` that draws bars on standard error, or None off a terminal.
+    """Yield a function for `scute.compile(progress=...)` that draws bars on standard error, or None off a terminal.
 
     Args:
         hidden: Whether to draw no bars on a terminal either.

@@ -1,4 +1,4 @@
-"""Byte counts as text."""
+"""Writes counts, of bytes or of things, as text."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def readable(count: int) -> str:
         if count >= size:
             return f"{count / size:#.4g} {unit}".replace(". ", " ")
     return f"{count} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural unless the count is 1.
+
+    >>> counted(1, "site"), counted(0, "site")
+    ('1 site', '0 sites')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,1 +1,1 @@
-"""Plans the adapters of a call by base, packs them, and compares artifacts with a request. Returns data."""
+"""Opens bases, plans and packs the adapters of a call, compares artifacts with a request, and returns reports."""

@@ -1,4 +1,4 @@
-"""Brings the arguments of the public API into the types that the driver takes, and refuses values out of range."""
+"""Converts the arguments of the public API to the types that the driver takes, and refuses values out of range."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def paths_of(paths: StrPath | Iterable[StrPath]) -> tuple[str, ...]:
 
 
 def checked_target(target: Target) -> Target:
-    """Return a target with its enumerations in place of their names.
+    """Return a target in which enumeration members replace their names.
 
     >>> checked_target(Target(dtype="bfloat16", lora_sharding="full")).dtype
     <DType.BFLOAT16: 'bfloat16'>
@@ -97,7 +97,7 @@ def choice(kind: type[Choice], name: str, value: str) -> Choice:
     <LoraSharding.FULL: 'full'>
 
     Raises:
-        ScuteError: SC703 for a name that it lacks.
+        ScuteError: SC703 for an unknown name.
     """
     if value not in set(kind):
         fail(

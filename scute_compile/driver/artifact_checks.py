@@ -112,7 +112,7 @@ def other_sources(artifact: Artifact, adapter: AdapterFolder) -> tuple[Diagnosti
         findings.note(
             Code.SC609,
             where=artifact.manifest.name,
-            found=f"other bytes in {', '.join(changed)} of {adapter.path}",
+            found=f"{', '.join(changed)} of {adapter.path} changed",
             expected="the files that the artifact was compiled from",
             next="compile the adapter again, or pass the folder that it was compiled from",
         )

@@ -18,7 +18,7 @@ from scute_compile.pipeline import Planned
 
 Progress = Callable[[str, int, int], None]
 """Called with the kind of work (`base`: bytes of base weights read; `adapters`: artifacts written), the amount done and
-the total. Each base of a call starts anew."""
+the total. The counts start again for each base of a call."""
 
 
 def compile_adapters(
@@ -73,7 +73,7 @@ def _check_name(name: str, sources: Sequence[str]) -> None:
 
 
 def _without_clash(planned: Planned, counts: Counter[str]) -> Planned:
-    """Refuse an adapter whose name other adapters of the call have, or that a store reserves."""
+    """Refuse an adapter whose name another adapter of the call has, or a store reserves."""
     count = counts[planned.name]
     if count == 1 and planned.name != FACTORS:
         return planned

@@ -1,4 +1,4 @@
-"""Names the package that is missing when a command needs more than the light install."""
+"""Reports a missing package when a command needs more than the default install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs planned adapters into a store, reading the base once for all of them."""
+"""Packs planned adapters, and chooses the dtypes to try."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 from scute_compile import __version__
 from scute_compile.base.structure import ModelStructure
-from scute_compile.diagnostics import Code, ScuteError, as_scute_error, fail
+from scute_compile.diagnostics import ScuteError, as_scute_error
 from scute_compile.driver.bases import OpenBase
+from scute_compile.driver.packages import needs
 from scute_compile.formats.fingerprint import content_hash, sample_hashes
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import Target
@@ -38,16 +39,8 @@ def compile_planned(
     Returns:
         For each adapter its artifact's folder, or the error that refused it.
     """
-    try:
+    with needs("torch", command="compile"):
         from scute_compile.pack.pack import Norms, Package, pack, read_norms
-    except ModuleNotFoundError as error:
-        fail(
-            Code.SC701,
-            where="compile",
-            found=f"no module named {error.name!r}",
-            expected="torch",
-            next="`pip install 'scute-compile[compile]'`, or compile on another machine",
-        )
     checkpoint = base.checkpoint
     if checkpoint.has_weights:
         checkpoint = replace(checkpoint, samples=sample_hashes(checkpoint))

@@ -42,12 +42,12 @@ class Bases:
         """
         if self.given is not None:
             return self._open(self.given)
-        named = adapter.config.get("base_model_name_or_path")
-        if not isinstance(named, str) or not named:
+        named = adapter.base_model
+        if named is None:
             fail(
                 Code.SC406,
                 where=source,
-                found=f"base_model_name_or_path = {named!r} and no --base",
+                found=f"base_model_name_or_path = {adapter.config.get('base_model_name_or_path')!r} and no --base",
                 expected="a base model",
             )
         try:
@@ -74,7 +74,7 @@ def plan_adapter(
         source: A PEFT folder or a Hub id.
         bases: The bases of the call.
         target: What to compile for.
-        alone: Whether it is the only adapter of the call: then a missing base ends the call, and is not a finding.
+        alone: Whether it is the only adapter of the call. If so, a missing base is raised instead of being a finding.
         hash_files: Whether the scan hashes the adapter's files as well.
         name: The artifact's name; by default the folder's.
 
@@ -105,11 +105,11 @@ def _refused(source: str, name: str, error: Exception) -> Planned:
     return Planned(source=source, name=name, adapter=None, scan=None, program=None, findings=found)
 
 
-def servable(planned: Planned) -> Planned:
-    """Return an adapter that was not refused.
+def unless_refused(planned: Planned) -> Planned:
+    """Return a planned adapter, or raise the findings that refuse it.
 
     Raises:
-        ScuteError: the findings, when it was refused.
+        ScuteError: when the adapter was refused.
     """
     if planned.refused:
         raise ScuteError(planned.findings)

@@ -1,4 +1,4 @@
-"""Heads and embeddings by name are those that transformers' models have as objects."""
+"""The heads and embeddings that are recognised by name are those of transformers' models."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_heads_of_classifiers_are_recognised(name: str) -> None:
         ("lm_head.dense", False),
     ],
 )
-def test_ordinary_words_mean_a_head_only_below_a_whole_model(path: str, head: bool) -> None:
+def test_common_words_denote_a_head_only_below_a_whole_model(path: str, head: bool) -> None:
     assert is_output_head(path) is head
 
 
-def test_of_two_token_embeddings_the_shared_one_counts_and_otherwise_none() -> None:
+def test_of_several_token_embeddings_the_shared_one_is_chosen_or_none() -> None:
     assert tied_embedding(["encoder.embed_tokens", "decoder.embed_tokens", "shared"]) == "shared"
     assert tied_embedding(["encoder.embed_tokens", "decoder.embed_tokens"]) is None
     assert tied_embedding(["transformer.wpe"]) is None

@@ -58,7 +58,7 @@ def test_numbers_are_neither_dropped_nor_added() -> None:
     assert not unrooted(("layers.0.q_proj",), ("towers.1.layers.0.q_proj",)).ambiguous
 
 
-def test_another_name_of_the_layers_is_no_prefix() -> None:
+def test_another_name_of_the_layers_is_not_a_prefix() -> None:
     assert not unrooted(tuple(name.replace("layers", "blocks") for name in LAYERS), LAYERS).ambiguous
 
 

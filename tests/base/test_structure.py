@@ -56,7 +56,7 @@ def rebuilt(
 
 
 def of_layer(structure: ModelStructure, end: str) -> Linear:
-    """Return the first layer's module that ends so."""
+    """Return the module of the first layer whose path has this ending."""
     return next(linear for name, linear in structure.linears.items() if ".0." in name and name.endswith(end))
 
 
@@ -213,7 +213,7 @@ def test_a_tower_that_the_configuration_does_not_name_is_unknown() -> None:
     assert rebuilt("llama", plus={f"{path}.weight": (96, 48)}).linears[path].split is Split.UNKNOWN
 
 
-def test_experts_and_their_router_are_no_linears() -> None:
+def test_experts_and_their_router_are_not_linears() -> None:
     names = built("mixtral").structure.linears
     assert names
     assert all("self_attn" in name for name in names)
@@ -222,7 +222,7 @@ def test_experts_and_their_router_are_no_linears() -> None:
     assert structure.linears.keys() == built("llama").structure.linears.keys()
 
 
-def test_linears_stand_in_natural_order() -> None:
+def test_linears_are_in_natural_order() -> None:
     extra = {f"model.layers.{n}.mlp.up_proj.weight": (160, 64) for n in (10, 2, 9)}
     layers = [int(name.split(".")[2]) for name in rebuilt("llama", plus=extra).linears]
     assert layers == sorted(layers)

@@ -112,7 +112,7 @@ def test_a_missing_adapter_is_refused_and_named(base_folder: Folder, tmp_path: P
     assert "nothing-here" in ran.err
 
 
-def test_unknown_hub_ids_are_reported_as_missing_folders_are(base_folder: Folder, adapter_folder: Adapter) -> None:
+def test_unknown_hub_ids_are_reported_like_missing_folders(base_folder: Folder, adapter_folder: Adapter) -> None:
     """The tests run offline, so Hub ids outside the cache are not found."""
     adapter = scute("check", "owner/no-such-adapter", "--base", base_folder("llama"))
     assert (adapter.code, "SC101" in adapter.err) == (1, True), adapter
@@ -259,7 +259,7 @@ def test_a_single_adapter_can_be_named(base_folder: Folder, adapter_folder: Adap
 
 
 @pytest.mark.parametrize("recipe", ["lora", "dora", "ia3", "vera", "oft", "adalora"])
-def test_inspect_describes_adapters_and_artifacts_alike(
+def test_inspect_describes_adapters_and_artifacts(
     recipe: str, base_folder: Folder, adapter_folder: Adapter, tmp_path: Path
 ) -> None:
     adapter, base = adapter_folder(recipe, "llama"), base_folder("llama")

@@ -142,9 +142,9 @@ def test_a_base_without_linear_layers_is_refused() -> None:
 
 
 def test_a_mix_reads_veras_pair_once_and_the_values_of_every_tenant() -> None:
-    mix = {Method.LORA: 4, Method.DORA: 4, Method.IA3: 4, Method.VERA: 4, Method.OFT: 4}
-    report = cost_table(LLAMA, workload=Workload(tenants=4, tokens=20), mix=mix)
-    mixed, alone = row(report, "mix"), [row(report, method) for method in mix]
+    methods = (Method.LORA, Method.DORA, Method.IA3, Method.VERA, Method.OFT)
+    mixed = row(cost_table(LLAMA, workload=Workload(tenants=20, tokens=20)), "mix")
+    alone = [row(cost_table(LLAMA, workload=Workload(tenants=4, tokens=20)), method) for method in methods]
     assert mixed.tenants == 20
     assert mixed.shared_bytes == vera_pair_bytes(LLAMA, rank=256, width=2)
     assert mixed.adapter_bytes == sum(r.adapter_bytes for r in alone)

@@ -49,7 +49,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def expected(model: Any, prompt: str, count: int) -> list[int]:  # noqa: ANN401 - a class of PEFT or transformers
-    """The greedy continuation, up to the end token."""
+    """Return the greedy continuation, up to the end token."""
     ids = torch.tensor([tokens_of(prompt)])
     out: list[int] = model.generate(ids, do_sample=False, max_new_tokens=count, pad_token_id=0)[
         0, ids.shape[1] :

@@ -1,4 +1,4 @@
-"""The parts of documentation pages that are written from the code."""
+"""The parts of documentation pages that are generated from the code."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _parameters(registered: CommandInfo) -> Iterator[tuple[str, str, str]]:
 
 def _value(kind: object) -> str:
     """Return the word for an option's value: its choices, or its kind."""
-    kinds = [one for one in typing.get_args(kind) or (kind,) if one is not type(None)]
+    kinds = [member for member in typing.get_args(kind) or (kind,) if member is not type(None)]
     if isinstance(kinds[0], type) and issubclass(kinds[0], Enum):
         return "{" + ",".join(str(member.value) for member in kinds[0]) + "}"
     return {int: "N", float: "NUMBER", Path: "PATH"}.get(kinds[0], "TEXT")

@@ -1,4 +1,4 @@
-"""Documentation pages as programs: the commands and Python that they show, and what these print."""
+"""Runs the commands and the Python that documentation pages show, and compares their output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GENERATED = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of generated -->$)", re.DOTALL | re.MULTILINE
 )
 VARYING = re.compile(r"\d+(?:\.\d+)?e[-+]\d+|\b\d\.\d{3}\b|\b[0-9a-f]{12,16}\b")
-"""What another processor or torch prints differently: rounding errors, effects, hashes of random weights."""
+"""Digits that depend on the processor and on torch: rounding errors, effects, hashes of random weights."""
 MAKES_THE_EXAMPLE = "scute demo -o example"
 RUN_ELSEWHERE = {
     "python3": "sets up an environment; the workflows in .github run these lines",
@@ -42,7 +42,7 @@ RUN_ELSEWHERE = {
     "vllm": "needs vLLM: tests/runtime_vllm_server starts the same server",
     "curl": "likewise",
 }
-"""First word of a command that pages show and this machinery doesn't run, and why."""
+"""First word of a command that pages show and `run_commands` doesn't run -> the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Command:
 
     @property
     def runs_here(self) -> bool:
-        """Whether `run_page` runs the command."""
+        """Whether `run_commands` runs the command."""
         return self.line != MAKES_THE_EXAMPLE and self.line.split()[0] not in RUN_ELSEWHERE
 
 

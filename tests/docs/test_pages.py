@@ -1,4 +1,4 @@
-"""What pages show is what happens. SCUTE_UPDATE_GOLDEN=1 writes the pages anew; read the difference."""
+"""Pages show the current output of their examples. SCUTE_UPDATE_GOLDEN=1 rewrites the pages; read the difference."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def name_of(path: Path) -> str:
 
 
 def compare(path: Path, write: Callable[[str], str]) -> None:
-    """Assert that `write` leaves a page as it is; update the page where that is asked for."""
+    """Assert that `write` doesn't change a page, or with SCUTE_UPDATE_GOLDEN=1 update the page."""
     before = path.read_text(encoding="utf-8")
     now = write(before)
     if UPDATE:

@@ -1,4 +1,4 @@
-"""Texts name what exists: codes, files, commands, settings, messages."""
+"""The codes, files, commands, settings and messages that texts name exist."""
 
 from __future__ import annotations
 

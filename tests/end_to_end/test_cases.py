@@ -145,7 +145,7 @@ def test_a_case_has_its_outcome(
         "only a pickle",
         "a header of an exabyte",
         "targets that backtrack without end",
-        "the prefix is there twice",
+        "the prefix appears twice",
     ],
 )
 def test_a_case_in_a_separate_process(name: str, made: Callable[[Case], Made], tmp_path: Path) -> None:

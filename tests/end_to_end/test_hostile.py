@@ -1,4 +1,4 @@
-"""Inputs that look right and are not: refused, noted, or compiled to what was trained."""
+"""Inputs that look valid but are not: they are refused, noted, or compiled to what was trained."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_a_changed_manifest_no_longer_has_its_digest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../other/rank.safetensors", "/etc/passwd", "..", "a\\b", "", "rank.safetensors"])
-def test_a_file_name_other_than_the_contents_is_refused(folder: Path, name: str) -> None:
+def test_a_file_name_that_the_content_does_not_give_is_refused(folder: Path, name: str) -> None:
     assert edited(folder, lambda manifest: manifest["ranks"][0].update(file=name)).code.name == "SC604"
 
 

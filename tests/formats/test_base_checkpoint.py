@@ -57,7 +57,6 @@ def test_every_layout_gives_the_same_tensors(folder: Path, layout: str) -> None:
     assert list(base.tensors) == sorted(TENSORS)
     for key, value in TENSORS.items():
         np.testing.assert_array_equal(base.read_tensor(key), value)
-        np.testing.assert_array_equal(base.read_rows(key, 1, 3), value[1:3])
 
 
 def test_a_configuration_without_weight_files_is_a_base_without_weights(folder: Path) -> None:

@@ -57,12 +57,12 @@ def test_a_term_is_cut_along_the_axis_that_is_whole_on_its_site() -> None:
 
 
 def column_site(tp: int) -> Written:
-    """A column-parallel site with every vector and a term of rank 5, which no number of ranks here divides."""
+    """Return a column-parallel site with every vector and a term of rank 5, which neither 2 nor 4 ranks divide."""
     return replace(lora(0), rows=list(map(list, shares(5, tp))))
 
 
 def shared_site(tp: int) -> Written:
-    """Windows of factors that are wider than the site."""
+    """Return a site whose factors are windows of wider shared factors."""
     slots = {
         "A0": drawn(3, 80, seed=12),
         "B0": drawn(3, 24, seed=13),
@@ -82,7 +82,7 @@ def shared_site(tp: int) -> Written:
 
 
 def row_site(tp: int, *, shared: bool) -> Written:
-    """A rotated, scaled and shifted site and a term with d and e, whose outputs are cut unevenly."""
+    """Return a rotated, scaled and shifted site and a term with d and e, whose outputs are cut unevenly."""
     slots = {
         "dR": drawn(160, seed=21),
         "ds": drawn(64, seed=23),
@@ -169,7 +169,7 @@ def test_files_of_the_other_layout_are_refused(tmp_path: Path) -> None:
         open_artifact(write_artifact(tmp_path, whole, tp=2, change=claim))
 
 
-def test_pools_refuse_what_they_would_serve_in_part(pair: Pair, tmp_path: Path) -> None:
+def test_pools_refuse_artifacts_of_the_other_layout(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
     options = ("--tp", 2, "--lora-sharding", "full", "--dtype", "float32")
     artifact = open_artifact(compiled(adapter, base, tmp_path / "store", *options))
@@ -187,7 +187,7 @@ def test_pools_refuse_what_they_would_serve_in_part(pair: Pair, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("site", "does"),
+    ("site", "exchange"),
     [
         ("model.layers.0.self_attn.q_proj", None),
         ("model.layers.0.self_attn.q_proj", TermExchange(ranks=RankGroup(), part=(0, 32))),
@@ -196,8 +196,8 @@ def test_pools_refuse_what_they_would_serve_in_part(pair: Pair, tmp_path: Path) 
         ("model.layers.0.mlp.down_proj", TermExchange(ranks=RankGroup(), part=(0, 10))),
     ],
 )
-def test_terms_that_ranks_would_complete_otherwise_are_refused(
-    site: str, does: TermExchange | None, pair: Pair, tmp_path: Path
+def test_terms_that_ranks_would_combine_differently_are_refused(
+    site: str, exchange: TermExchange | None, pair: Pair, tmp_path: Path
 ) -> None:
     adapter, base = pair("lora", "llama")
     manifest = open_artifact(compiled(adapter, base, tmp_path, "--tp", 2, "--lora-sharding", "full")).manifest
@@ -207,12 +207,12 @@ def test_terms_that_ranks_would_complete_otherwise_are_refused(
     }
     check_exchanges("one", manifest, 1, exchanges)
     with pytest.raises(ScuteError, match="SC812") as refused:
-        check_exchanges("one", manifest, 1, {**exchanges, site: does})
+        check_exchanges("one", manifest, 1, {**exchanges, site: exchange})
     assert refused.value.diagnostics[0].where == f"one: {site}"
 
 
 def refusals(base: Path, artifacts: Mapping[str, Path]) -> Answer:
-    """Codes with which a rank refuses artifacts when it exchanges nothing though terms are fully sharded."""
+    """Return the codes with which a rank without exchanges refuses fully sharded artifacts."""
     with patch.object(rank_part, "exchanges_of", return_value={}):
         served = ServedModel.for_rank(load_model(base), lora_sharding="full", max_adapters=1, pool_bytes="1MiB")
     found: Answer = {}
@@ -223,7 +223,7 @@ def refusals(base: Path, artifacts: Mapping[str, Path]) -> Answer:
     return found
 
 
-def test_a_model_whose_layers_do_not_meet_takes_no_divided_terms(pair: Pair, tmp_path: Path) -> None:
+def test_a_model_without_exchanges_refuses_fully_sharded_terms(pair: Pair, tmp_path: Path) -> None:
     adapter, base = pair("lora", "llama")
     options = {"full": (2, "full"), "four": (4, "full"), "default": (2, "default")}
     artifacts = {
@@ -249,8 +249,8 @@ def test_pools_serve_adapters_without_terms_in_either_layout(pair: Pair, tmp_pat
     assert read_adapter(artifact, sites_of(artifact), torch.float32, tp=2, convert=True).payload > 0
 
 
-def slots_of(artifact: Artifact, rank: int) -> list[DirectoryEntry]:
-    """The layers as a rank's pool sees them: a row-parallel one in parts."""
+def entries_of(artifact: Artifact, rank: int) -> list[DirectoryEntry]:
+    """Return the entries of a rank's directory: a row-parallel layer has one for each of its parts."""
     found = []
     for record in artifact.manifest.sites:
         inputs, outputs = width(record.inputs[rank]), width(record.outputs[rank])
@@ -265,24 +265,27 @@ def slots_of(artifact: Artifact, rank: int) -> list[DirectoryEntry]:
 
 @pytest.mark.parametrize("recipe", ["lora", "vera"])
 def test_ranks_hold_nothing_twice(recipe: str, pair: Pair, tmp_path: Path) -> None:
-    """All ranks' packed_adapters together are as large as the factors that the sites use, once."""
+    """The packed adapters of all ranks together are as large as one copy of the factors that the sites use."""
     adapter, base = pair(recipe, "llama")
     options = ("--tp", 2, "--dtype", "float32", "--lora-sharding", "full")
     artifact = open_artifact(compiled(adapter, base, tmp_path / "store", *options))
     packed_adapters = [
-        read_adapter(artifact, slots_of(artifact, rank), torch.float32, tp=2, rank=rank, sharding=LoraSharding.FULL)
+        read_adapter(artifact, entries_of(artifact, rank), torch.float32, tp=2, rank=rank, sharding=LoraSharding.FULL)
         for rank in range(2)
     ]
-    own, shared = (
+    private, shared = (
         sum(packed.payload for packed in packed_adapters),
         sum(f.payload for packed in packed_adapters for f in packed.factors),
     )
     terms = [(site, term) for site in artifact.manifest.sites for term in site.terms]
     if recipe == "lora":
-        assert (own, shared) == (sum(4 * term.rank * (site.in_features + site.out_features) for site, term in terms), 0)
+        assert (private, shared) == (
+            sum(4 * term.rank * (site.in_features + site.out_features) for site, term in terms),
+            0,
+        )
         return
-    windows = {(term.rank, site.in_features, site.out_features) for site, term in terms}  # sites alike share theirs
+    windows = {(term.rank, site.in_features, site.out_features) for site, term in terms}  # equal sites share a window
     assert shared == sum(4 * rank * (inputs + outputs) for rank, inputs, outputs in windows)
     # of the vectors, d of row-parallel sites is on every rank
     copies = {Split.COLUMN: 1, Split.ROW: 2}
-    assert own == sum(4 * (site.out_features + term.rank * copies[site.split]) for site, term in terms)
+    assert private == sum(4 * (site.out_features + term.rank * copies[site.split]) for site, term in terms)

@@ -34,10 +34,10 @@ def _norms(weight: torch.Tensor, *adapters: Factors, transposed: bool = False) -
     ref = Ref(Source.BASE, "weight", tuple(weight.shape), "F32")
     values: dict[Expression, torch.Tensor] = {}
     requests = []
-    for owner, pair in enumerate(adapters):
-        a, b = (Ref(Source.ADAPTER, f"{owner}.{i}", tuple(x.shape), "F32") for i, x in enumerate(pair))
+    for package, pair in enumerate(adapters):
+        a, b = (Ref(Source.ADAPTER, f"{package}.{i}", tuple(x.shape), "F32") for i, x in enumerate(pair))
         values |= {a: pair[0], b: pair[1]}
-        requests.append(NormRequest(owner, plan_norm(ColumnNorm(ref, transposed, a, b, C))))
+        requests.append(NormRequest(package, plan_norm(ColumnNorm(ref, transposed, a, b, C))))
 
     def tiles(norm: ColumnNorm) -> Iterator[torch.Tensor]:
         return (weight[start:stop] for start, stop in norm.tiles())

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def light_scute(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh virtual environment with the default install; returns its `scute` command."""
+    """Return the `scute` command of a new virtual environment with the default install."""
     folder = tmp_path_factory.mktemp("light") / "venv"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -63,10 +63,10 @@ def test_check_inspect_and_explain_work_without_torch(
         assert json.loads(shown.stdout)["command"] == command
 
 
-def test_a_gate_knows_how_ranks_divide_a_model(
+def test_the_default_install_knows_how_ranks_divide_a_model(
     light_scute: Path, base_folder: Callable[[str], Path], adapter_folder: Callable[[str, str], Path]
 ) -> None:
-    """The answer is that of the full install: a gate that refuses what compiles is worse than none."""
+    """`check` must not refuse an adapter that the full install compiles."""
     done = _run(light_scute, "check", adapter_folder("dora", "llama"), "--base", base_folder("llama"), "--tp", 2)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""The rooms at the root and the packages that they install as are the same folders, and nothing is left out."""
+"""Each room at the root is installed as a package of `scute_compile`, and no folder with code is left out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _name(requirement: str) -> str:
 
 
 def _folders_with_code() -> set[str]:
-    """Folders that hold an `__init__.py`, by their place under the root, links left out."""
+    """Return the folders that hold an `__init__.py`, relative to the root and without links."""
     found = set()
     for file in ROOT.rglob("__init__.py"):
         folder = file.parent.relative_to(ROOT)
@@ -76,7 +76,7 @@ def test_packages_are_named_after_their_places() -> None:
         assert package == inside.replace("/", ".")
 
 
-def test_the_version_is_declared_once_more_in_the_package() -> None:
+def test_the_package_and_the_project_have_one_version() -> None:
     assert scute_compile.__version__ == _project()["version"]
 
 

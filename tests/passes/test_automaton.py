@@ -1,4 +1,4 @@
-"""Patterns mean what Python's `re` means, and none of them takes more than bounded time and memory."""
+"""Patterns match what Python's `re` matches, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_patterns_that_programs_write_match_what_re_matches(pattern: str) -> Non
         (r"(a)\1", "groupref"),
         ("(?>a)b", "atomic_group"),
         ("a++", "possessive_repeat"),
-        ("(?<=a.*)b", "looks behind"),
+        ("(?<=a.*)b", "look-behind"),
         ("a{99999999999}", "repetition"),
         ("((a{,300}){,300}){,300}", "states"),
     ],

@@ -29,7 +29,7 @@ print(json.dumps({"code": code, "peak_kib": int(peak.split()[1]), "heavy": heavy
 """
 
 
-def test_help_answers_at_once() -> None:
+def test_help_starts_fast() -> None:
     times = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

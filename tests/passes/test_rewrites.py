@@ -28,7 +28,7 @@ APPLIES: Mapping[str, Callable[[Term, bool, bool], bool]] = {
     "c-into-A": lambda term, a_owned, b_owned: term.c != 1 and a_owned and not b_owned,
     "c-into-d": lambda term, a_owned, b_owned: term.c != 1 and not a_owned and not b_owned,
 }
-"""When a row applies, restated from the rule: a slot merges into a neighbour that the adapter owns."""
+"""The condition of each row, restated from the rule: a slot merges into a neighbour that the adapter owns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class SiteCase:
 
 
 def biases(site: Site) -> list[Expression | None]:
-    """Every form of an adapted layer's bias that a front end gives."""
+    """Return every form of an adapted layer's bias that a front end gives."""
     base_bias, outputs = site.linear.bias, site.linear.out_features
     saved: list[Expression | None] = [None, value("saved bias", outputs)]
     if base_bias is not None:

@@ -30,7 +30,7 @@ class Recipe:
 
 
 def lora(**options: object) -> Config:
-    """LoRA on every site; `options` override the defaults."""
+    """Configure LoRA on every site; `options` override the defaults."""
 
     def config(sites: Sites) -> object:
         chosen = {"r": RANK, "lora_alpha": 6, "target_modules": list(sites.every), "task_type": TASK, **options}
@@ -40,7 +40,7 @@ def lora(**options: object) -> Config:
 
 
 def ia3(inputs: Callable[[Sites], tuple[str, ...]], outputs: Callable[[Sites], tuple[str, ...]]) -> Recipe:
-    """IA3 that scales the inputs of some sites and the outputs of other sites."""
+    """Configure IA3 that scales the inputs of some sites and the outputs of other sites."""
     return Recipe(
         method="ia3",
         config=lambda sites: IA3Config(
@@ -53,7 +53,7 @@ def ia3(inputs: Callable[[Sites], tuple[str, ...]], outputs: Callable[[Sites], t
 
 
 def vera(**options: object) -> Recipe:
-    """VeRA on the values and the last layer of the MLP, which share one pair; `options` override the defaults."""
+    """Configure VeRA on the values and the MLP's last layer, with one shared pair; `options` override the defaults."""
     return Recipe(
         method="vera",
         config=lambda sites: VeraConfig(
@@ -69,7 +69,7 @@ def vera(**options: object) -> Recipe:
 
 
 def oft(**options: object) -> Recipe:
-    """OFT in blocks of 8 on every site; `options` override the defaults."""
+    """Configure OFT in blocks of 8 on every site; `options` override the defaults."""
     return Recipe(
         method="oft",
         config=lambda sites: OFTConfig(
@@ -79,7 +79,7 @@ def oft(**options: object) -> Recipe:
 
 
 def adalora(**options: object) -> Config:
-    """AdaLoRA on every site; its rank differs from `init_r` and `target_r`. `options` override the defaults."""
+    """Configure AdaLoRA on every site, with different `init_r` and `target_r`; `options` override the defaults."""
 
     def config(sites: Sites) -> object:
         chosen = {"init_r": 6, "target_r": 3, "lora_alpha": 18, "total_step": 10, "task_type": TASK, **options}
@@ -126,17 +126,17 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def normal(deviation: float, *, mean: float = 0.0) -> Draw:
-    """Normal values of a standard deviation around a mean."""
+    """Draw normal values around a mean."""
     return lambda _, noise: mean + deviation * noise
 
 
 def relative(deviation: float) -> Draw:
-    """The initial value times `1 + deviation * noise`."""
+    """Draw the initial value times `1 + deviation * noise`."""
     return lambda initial, noise: initial * (1 + deviation * noise)
 
 
 def scaled_by_inputs(deviation: float) -> Draw:
-    """Normal values of the standard deviation `deviation / sqrt(inputs)`, for `(outputs, inputs)`."""
+    """Draw normal values of the standard deviation `deviation / sqrt(inputs)`, for shape `(outputs, inputs)`."""
     return lambda initial, noise: deviation * noise / initial.shape[-1] ** 0.5
 
 
@@ -166,7 +166,7 @@ def draw(model: torch.nn.Module, seed: int, draws: Mapping[str, Draw] = LARGE_DR
     Args:
         model: The PEFT model, changed in place.
         seed: The seed of the noise.
-        draws: Draws by a part of the parameter's name; the first match counts, and `""` matches all names.
+        draws: Draws by a part of the parameter's name; the first match is used, and `""` matches all names.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Reading the files of artifacts, and changing them with hashes and names that match."""
+"""Reads the files of artifacts, and changes them with matching hashes and names."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Case:
 
 
 def lora(**options: object) -> Callable[[], object]:
-    """LoRA of rank 8 on all sites of a Llama."""
+    """Configure LoRA of rank 8 on all sites of a Llama."""
     chosen = {"r": 8, "lora_alpha": 16, "target_modules": [*ATTENTION, *GATED], "task_type": TASK, **options}
     return partial(LoraConfig, **chosen)
 
@@ -91,7 +91,7 @@ NAMES = (
         oracle=Oracle.UNCHANGED,
     ),
     Case(
-        name="the prefix is there twice",
+        name="the prefix appears twice",
         outcome=N,
         config=lora(),
         edit=renamed("^", ROOT),
@@ -138,7 +138,7 @@ NAMES = (
         name="an unchanged copy of the head",
         outcome=N,
         config=lora(),
-        # The fixture replaces the empty tensor by the base's.
+        # The fixture replaces the empty tensor with the base's.
         edit=added(ROOT + "lm_head.base_layer.weight", lambda: torch.empty(0)),
         words=("lm_head", ("identical", "equal", "copy")),
     ),

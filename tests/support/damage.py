@@ -101,7 +101,7 @@ def first_set_to(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def foreign_configuration(saved: Saved) -> None:
-    """Replace the configuration by another program's settings."""
+    """Replace the configuration with another program's settings."""
     saved.config = {"base_model": "robots/arm-policy"}
 
 
@@ -152,7 +152,7 @@ def emptied(saved: Saved) -> None:
 
 
 def git_lfs_pointer(folder: Path) -> None:
-    """Replace the weights by the pointer file of a clone without large files."""
+    """Replace the weights with the pointer file of a clone without large files."""
     lines = ("version https://git-lfs.github.com/spec/v1", f"oid sha256:{'5e' * 32}", "size 8123456", "")
     (folder / WEIGHTS).write_text("\n".join(lines))
 
@@ -188,6 +188,6 @@ class _Trap:
 
 
 def pickle_with_a_trap(folder: Path) -> None:
-    """Replace the weights by a pickle that writes a file when it is loaded."""
+    """Replace the weights with a pickle that writes a file when it is loaded."""
     torch.save({**load_file(folder / WEIGHTS), "trap": _Trap()}, folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()

@@ -80,7 +80,7 @@ def tenant(
 
     Args:
         method: One of `METHODS`.
-        sites: The sites to adapt; IA3 adapts those of PEFT's defaults alone: k, v and up.
+        sites: The sites to adapt; IA3 adapts only k, v and up.
         dtype: Dtype of the values.
         rank: Rank of LoRA, DoRA and AdaLoRA.
         block: Width of OFT's blocks.

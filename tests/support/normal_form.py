@@ -108,6 +108,6 @@ class Drawn:
 
 
 def assert_equal(actual: F64, expected: F64, bound: F64) -> None:
-    """Assert equality relative to the same sums of absolute values, so that cancellation counts as no error."""
+    """Assert equality relative to the same sums of absolute values, so that cancellation is not counted as an error."""
     assert actual.shape == expected.shape
     assert np.all(np.abs(actual - expected) <= EXACT * bound + np.finfo(np.float64).tiny)

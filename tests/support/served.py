@@ -77,9 +77,9 @@ def logprobs(model: Callable[..., Any], ids: torch.Tensor, **options: object) ->
     return torch.log_softmax(logits.float(), -1)
 
 
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor, base: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> float:
     """Return the mean error of log-probabilities over the mean effect of the adapter."""
-    return ((ours - theirs).abs().mean() / (theirs - base).abs().mean()).item()
+    return ((actual - expected).abs().mean() / (expected - base).abs().mean()).item()
 
 
 def logits_of(model: ServedModel, ids: torch.Tensor, adapter_names: Sequence[str | None]) -> torch.Tensor:

@@ -28,7 +28,7 @@ from scute_compile.ir.method import Method
 from scute_compile.ir.target import Workload
 
 _MIXED = (Method.LORA, Method.DORA, Method.IA3, Method.VERA, Method.OFT)
-_FLOAT32 = 4
+_FLOAT32 = DType.FLOAT32.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRow:
-    """What one pool adds to the base's decode step. Units: bytes, milliseconds."""
+    """The cost that one pool adds to the base's decode step. Units: bytes, milliseconds."""
 
     pool: str
     tenants: int
@@ -136,26 +136,25 @@ def cost_table(
     workload: Workload | None = None,
     dtype: DType = DType.FLOAT16,
     sizes: Sizes | None = None,
-    mix: Mapping[Method, int] | None = None,
 ) -> CostReport:
     """Return what pools of adapters on every projection of `shape` add to one decode step.
 
-    The pools: each method alone with all tenants, the mix, and a pool of LoRA adapters that are padded to the larger of
-    the two ranks.
+    The pools: each method alone with all tenants; a mix of LoRA, DoRA, IA3, VeRA and OFT in equal parts; and a pool of
+    LoRA adapters that are padded to the larger of the two ranks.
 
     Args:
         shape: The model's projections.
         workload: The decode step.
         dtype: The dtype of base and adapters.
         sizes: The sizes of the adapters.
-        mix: Tenants per method; None: LoRA, DoRA, IA3, VeRA and OFT in equal parts.
+
 
     Raises:
         ScuteError: SC703 for every number that is out of range.
     """
     workload, sizes = workload or Workload(), sizes or Sizes()
-    mix = _equal_parts(workload.tenants) if mix is None else mix
-    _require_in_range(workload, sizes, mix)
+    _require_in_range(workload, sizes)
+    mix = _equal_parts(workload.tenants)
     rows = [
         _row(
             pool=method.value,
@@ -183,12 +182,12 @@ def cost_table(
 
 
 def _equal_parts(tenants: int) -> Mapping[Method, int]:
-    share, rest = divmod(max(tenants, 0), len(_MIXED))
+    share, rest = divmod(tenants, len(_MIXED))
     parts = {method: share + (position < rest) for position, method in enumerate(_MIXED)}
     return {method: count for method, count in parts.items() if count}
 
 
-def _require_in_range(workload: Workload, sizes: Sizes, mix: Mapping[Method, int]) -> None:
+def _require_in_range(workload: Workload, sizes: Sizes) -> None:
     findings = Findings()
     positive = (
         ("--tenants", workload.tenants),
@@ -204,9 +203,6 @@ def _require_in_range(workload: Workload, sizes: Sizes, mix: Mapping[Method, int
         _out_of_range(findings, "--bandwidth", workload.bandwidth / 1e9, "GB/s above 0")
     if not 0 <= workload.launch < float("inf"):
         _out_of_range(findings, "--launch", workload.launch * 1e6, "microseconds, 0 or more")
-    for method, count in mix.items():
-        if not 0 <= count <= MOST:
-            _out_of_range(findings, f"--mix {method}", count, f"0 to {MOST}")
     findings.raise_if_errors()
 
 

@@ -5,7 +5,7 @@ A step reads or runs:
 - once: the base's weights, and a factor that tenants share (VeRA's pair) at each site that uses it;
 - once per tenant: every value that an adapter owns (A, B, s, d, e, rotation blocks);
 - once per token: activations. At decode they mostly stay in a GPU's L2 cache, so adapter bytes leave them out, and
-  reports show them in a column beside;
+  reports list them in a separate column;
 - at most one shrink, one expand and one rotation per fused site beyond the base's kernels. All tenants and methods
   share them.
 

@@ -40,7 +40,7 @@ class DemoRow:
     merged: str
     """The merged slots, with their numbers of sites: `c x14, e x14`."""
     live: str
-    """The slots that are computed at every step, likewise."""
+    """The slots that are computed at every step, in the same form."""
     error: float
     """Mean absolute difference of the log-probabilities from PEFT's."""
     effect: float
@@ -111,7 +111,7 @@ def demo(out: Path | None, *, quiet: bool) -> DemoReport:
             write_adapter(name, base, path)
         announce(f"compiling {len(adapters)} adapters in one call for {TP} ranks ...")
         artifacts = _compiled(adapters.values(), base, folder / "store")
-        announce("running one batch with another adapter in every row, and each row in PEFT ...")
+        announce("running one batch with a different adapter in each row, and each row in PEFT ...")
         rows = _compared(base, adapters, artifacts)
         explained = tuple(explain_artifact(artifacts[name], glob) for name, glob in SHOWN)
         return DemoReport(rows=rows, explained=explained, folder=str(out) if out else None)
@@ -119,7 +119,7 @@ def demo(out: Path | None, *, quiet: bool) -> DemoReport:
 
 @contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
-    """Give a folder that is new or empty; a temporary one for None."""
+    """Yield a folder that is new or empty; None yields a temporary folder."""
     if out is None:
         with TemporaryDirectory(prefix="scute-demo-") as temporary:
             yield Path(temporary)

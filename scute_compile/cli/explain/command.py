@@ -21,7 +21,7 @@ def explain_command(
     tenants: Annotated[
         int | None, typer.Option(min=1, help="As for compile. Default: 16; for an artifact any.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Likewise.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="As for compile. Default: 16; for an artifact any.")] = None,
     as_json: Json = False,
 ) -> None:
     """Explain every slot: its neighbours and their owners, whether it was merged, why, and its route."""

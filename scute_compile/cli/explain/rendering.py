@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from scute_compile.cli.console import literal, print_line
-from scute_compile.cli.explain.report import ExplainReport, counted, slot_order, why
+from scute_compile.cli.explain.report import ExplainReport, slot_order, why
 from scute_compile.cli.grouping import Axes, Group, grouped
-from scute_compile.cli.sizes import readable
+from scute_compile.cli.sizes import counted, readable
 from scute_compile.ir.program import Action, Note
 
 if TYPE_CHECKING:

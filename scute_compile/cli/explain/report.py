@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from scute_compile.cli.grouping import Group, by_layers, grouped, pattern, ranges, relabelled
+from scute_compile.cli.sizes import counted
 from scute_compile.diagnostics import Code, fail
 from scute_compile.driver.artifact_checks import Requested, open_requested
-from scute_compile.driver.planning import Bases, plan_adapter, servable
+from scute_compile.driver.planning import Bases, plan_adapter, unless_refused
 from scute_compile.driver.reports import envelope
 from scute_compile.formats.artifact import Artifact, is_artifact
 from scute_compile.ir.method import Method
@@ -75,7 +76,7 @@ def explain_path(source: str, *, base: str | None, requested: Requested, site: s
     if is_artifact(source):
         return explain_artifact(open_requested(source, base, requested), site)
     planned, _ = plan_adapter(source, Bases(given=base, weights=False), requested.target, alone=True)
-    return explain_program(servable(planned), site)
+    return explain_program(unless_refused(planned), site)
 
 
 def explain(
@@ -192,8 +193,3 @@ def _group_record(group: Group[Note]) -> dict[str, object]:
         "count": len(group.items),
         "sites": list(dict.fromkeys(note.site for note in group.items)),
     }
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, in the plural where needed."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from scute_compile.cli.console import literal, print_line
 from scute_compile.cli.inspect.views import SiteView, SlotView
 from scute_compile.cli.outcomes import SHOWN
-from scute_compile.cli.sizes import readable
+from scute_compile.cli.sizes import counted, readable
 from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import LoraSharding
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SLOTS = ("R", "s", "b", "d", "e", "A", "B")
 HASH_DIGITS = 12
 OTHER_COLUMNS = 60
-"""The widest that the columns beside a site's name get, in characters. A long name folds before a column is lost."""
+"""The largest width of the columns beside a site's name, in characters. A longer name is folded."""
 
 
 def render(report: InspectReport, console: Console) -> None:
@@ -43,8 +43,7 @@ def render(report: InspectReport, console: Console) -> None:
 
 
 def _heading(report: InspectReport) -> Iterator[str]:
-    count = len(report.sites)
-    yield f"{report.name}: {report.method} {report.kind}, {count} site{'' if count == 1 else 's'}"
+    yield f"{report.name}: {report.method} {report.kind}, {counted(len(report.sites), 'site')}"
     if report.settings:
         yield "settings  " + ", ".join(f"{name} {value}" for name, value in report.settings)
     base = report.base

@@ -22,7 +22,7 @@ from scute_compile.cli.inspect.views import (
 )
 from scute_compile.driver.artifact_checks import Requested, open_requested
 from scute_compile.driver.bases import open_model
-from scute_compile.driver.planning import servable
+from scute_compile.driver.planning import unless_refused
 from scute_compile.driver.reports import envelope
 from scute_compile.formats.artifact import Artifact, is_artifact
 from scute_compile.ir.dtypes import DType
@@ -153,7 +153,7 @@ def inspect_path(source: str, *, base: str | None, requested: Requested) -> Insp
     if is_artifact(source):
         return inspect_artifact(open_requested(source, base, requested))
     opened = None if base is None else open_model(base, weights=False)
-    return inspect_program(servable(plan(source, opened, requested.target)))
+    return inspect_program(unless_refused(plan(source, opened, requested.target)))
 
 
 def inspect_program(planned: Planned) -> InspectReport:

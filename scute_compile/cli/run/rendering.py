@@ -34,7 +34,7 @@ def block(name: str, text: str) -> str:
 
 @contextmanager
 def streaming(console: Console, prompts: Sequence[Prompt], *, live: bool) -> Iterator[Callable[[Sequence[str]], None]]:
-    """Give a function that shows the text of every row so far, redrawn in place. It does nothing unless `live`.
+    """Yield a function that redraws the text of every row so far. It does nothing unless `live`.
 
     Args:
         console: Where to draw.

@@ -101,5 +101,5 @@ def _check_bases(artifacts: Mapping[str, Artifact], base: OpenBase) -> None:
 
 
 def _of_adapter(name: str, diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
-    """Return findings with the adapter's name in this call. Artifacts of several stores may have one name."""
+    """Return findings with the adapter's name in this call, since artifacts of several stores may have equal names."""
     return [replace(finding, where=f"{name}: {finding.where}") for finding in diagnostics]

@@ -41,8 +41,8 @@ def parse_request(adapters: Sequence[str], prompts: Sequence[str]) -> RunRequest
     'Hi: you'
 
     Raises:
-        ScuteError: SC703 for words of another form, repeated names or no prompt, SC802 for prompts that name an unknown
-            adapter. All of them together.
+        ScuteError: SC703 for arguments of another form, repeated names or no prompt, SC802 for prompts that name an
+            unknown adapter. All faults are reported together.
     """
     findings = Findings()
     named = _parse_adapters(adapters, findings)
