@@ -1,4 +1,4 @@
-"""A strict reader of safetensors files that needs no torch and reports every kind of damage as a diagnostic.
+"""Reads safetensors files strictly and without torch; damage is reported as a diagnostic.
 
 The format: eight bytes with the header's length, a JSON header, then the tensors' bytes without holes (safetensors,
 README, section "Format").

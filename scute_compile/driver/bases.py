@@ -60,8 +60,8 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
     """Open a base model and derive its structure. No weights are read.
 
     Args:
-        source: a folder or a Hub id.
-        weights: whether to download the weights of a base on the Hub (for compiling), or only their headers.
+        source: A folder or a Hub id.
+        weights: Whether to download the weights of a base on the Hub (for compiling), or only their headers.
 
     Raises:
         ScuteError: SC401 for an empty name, SC404 for a quantized base, and what `open_base` raises.

@@ -13,8 +13,8 @@ def needs(packages: str, *, command: str) -> Iterator[None]:
     """Turn a failed import into a finding.
 
     Args:
-        packages: what the command needs: `torch, transformers and peft`.
-        command: the command, for the finding.
+        packages: What the command needs: `torch, transformers and peft`.
+        command: The command, for the finding.
 
     Raises:
         ScuteError: SC701 when an import inside the block finds no such module.

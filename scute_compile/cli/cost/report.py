@@ -116,10 +116,10 @@ def cost_of_model(model: str, *, workload: Workload, dtype: DType, sizes: Sizes)
     """Predict the costs for a known model shape, or for a base.
 
     Args:
-        model: a name of the table of shapes, a folder or a Hub id.
-        workload: the decode step.
-        dtype: the dtype of base and adapters.
-        sizes: the sizes of the adapters.
+        model: A name of the table of shapes, a folder or a Hub id.
+        workload: The decode step.
+        dtype: The dtype of base and adapters.
+        sizes: The sizes of the adapters.
 
     Raises:
         ScuteError: SC703 for an unknown name and for every number that is out of range, SC4xx for a base that can't be
@@ -144,11 +144,11 @@ def cost_table(
     the two ranks.
 
     Args:
-        shape: the model's projections.
-        workload: the decode step.
-        dtype: the dtype of base and adapters.
-        sizes: the sizes of the adapters.
-        mix: tenants per method; None: LoRA, DoRA, IA3, VeRA and OFT in equal parts.
+        shape: The model's projections.
+        workload: The decode step.
+        dtype: The dtype of base and adapters.
+        sizes: The sizes of the adapters.
+        mix: Tenants per method; None: LoRA, DoRA, IA3, VeRA and OFT in equal parts.
 
     Raises:
         ScuteError: SC703 for every number that is out of range.
