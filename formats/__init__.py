@@ -1,4 +1,4 @@
-"""What is on disk: PEFT folders, base checkpoints, artifacts and stores. Knows files, not algebra."""
+"""Reads and writes files: PEFT folders, base checkpoints, artifacts and stores."""
 
 if __name__ != "scute_compile.formats":
     raise ImportError(

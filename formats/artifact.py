@@ -1,4 +1,4 @@
-"""Opening artifacts with every check that needs no tensor values.
+"""Opens artifacts, with every check that needs no tensor values.
 
 The checks, in order: version, schema, digest, file names, sizes and hashes, headers, shared factors. None needs torch;
 `scute_compile.formats.artifact_tensors` loads the tensors.
@@ -89,7 +89,7 @@ def is_artifact(path: Path | str) -> bool:
 def open_artifact(path: Path | str, *, verify_hashes: bool = True) -> Artifact:
     """Open an artifact and check it against its manifest.
 
-    When a writer replaces the artifact meanwhile, it is opened again.
+    If a writer replaces the artifact while it is being opened, it is opened again.
 
     Args:
         path: The artifact's folder, inside its store.
@@ -135,7 +135,7 @@ def _open(path: Path | str, folder: Path, identity: Identity, *, verify_hashes: 
 
 
 def _identity(folder: Path) -> Identity:
-    """Return the manifest's inode and change time; systems reuse inodes, so that one alone doesn't suffice."""
+    """Return the manifest's inode and change time. Systems reuse inodes, so the inode alone doesn't suffice."""
     try:
         manifest = (folder / MANIFEST).stat()
     except (OSError, ValueError):
@@ -351,7 +351,7 @@ def factor_hash(path: Path, entry: TensorEntry, factor: FactorFile) -> str:
 
 
 def factor_hash_prefix(dtype: str, rank: int, features: int) -> bytes:
-    """Return the bytes that precede a shared factor's own in its hash.
+    """Return the bytes that are hashed before a shared factor's bytes.
 
     >>> factor_hash_prefix("bfloat16", 256, 4096)
     b'bfloat16:256x4096:'

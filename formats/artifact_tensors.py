@@ -1,7 +1,7 @@
-"""Loading an artifact's tensors into torch: the only module about artifacts that needs torch.
+"""Loads an artifact's tensors into torch; the only module of this room that imports torch.
 
-A file is read into memory once and hashed there, so that later changes of the file don't reach the tensors. A memory
-map would follow the file, and reading it after a truncation ends the process.
+A file is read into memory once and hashed there, so later changes of the file don't reach the tensors. A memory map
+would show these changes, and reading it after a truncation ends the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scute_compile.diagnostics import Code, ScuteError, fail
 from scute_compile.formats.artifact import FACTOR_TENSOR, Artifact, factor_hash_prefix
 from scute_compile.formats.reading import file_size, opened
 from scute_compile.formats.safetensors import header_length, parse_header, read_exactly
-from scute_compile.ir.dtypes import format_named, torch_dtype
+from scute_compile.ir.dtypes import DType, format_named, torch_dtype
 
 _BLOCK = 1 << 18
 """Values per block of the check for NaN and infinity: its copies stay in the cache."""
@@ -42,7 +42,7 @@ def load_rank(artifact: Artifact, rank: int) -> Mapping[str, torch.Tensor]:
 
 
 def load_factor(artifact: Artifact, digest: str) -> torch.Tensor:
-    """Return a shared factor whole: shape `(rank, features)`, on the CPU.
+    """Return a whole shared factor: shape `(rank, features)`, on the CPU.
 
     Raises:
         ScuteError: SC606 when the file doesn't hold the factor of that hash; SC603 when the artifact was replaced
@@ -55,13 +55,19 @@ def load_factor(artifact: Artifact, digest: str) -> torch.Tensor:
     except ScuteError as error:
         _refuse_other(artifact, Code.SC606, path, error.diagnostics[0].found)
     except KeyError:  # another tensor name, or a dtype that no factor has
-        _refuse_other(artifact, Code.SC606, path, "other tensors than a factor's")
-    found = hashlib.sha256(factor_hash_prefix(record.dtype.value, record.rank, record.features))
-    found.update(factor.contiguous().view(torch.uint8).numpy().data)
-    if found.hexdigest() != digest or factor.shape != (record.rank, record.features):
-        _refuse_other(artifact, Code.SC606, path, f"a factor of hash {found.hexdigest()}", expected=f"hash {digest}")
+        _refuse_other(artifact, Code.SC606, path, f"no tensor `{FACTOR_TENSOR}` in a floating-point dtype")
+    found = factor_digest(factor, record.dtype, record.rank, record.features)
+    if found != digest or factor.shape != (record.rank, record.features):
+        _refuse_other(artifact, Code.SC606, path, f"a factor of hash {found}", expected=f"hash {digest}")
     _finite(artifact, {path.name: factor})
     return factor
+
+
+def factor_digest(tensor: torch.Tensor, dtype: DType, rank: int, features: int) -> str:
+    """Return the hash that names a shared factor `(rank, features)`, over its dtype, shape and bytes."""
+    digest = hashlib.sha256(factor_hash_prefix(dtype.value, rank, features))
+    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> torch.Tensor:
@@ -98,10 +104,10 @@ def _finite(artifact: Artifact, tensors: Mapping[str, torch.Tensor]) -> Mapping[
 
 
 def _all_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no exponent is all ones, as in infinity and NaN.
+    """Return whether no value is infinity or NaN, whose exponents are all ones.
 
-    Computed by numpy on one core: PyTorch splits every tensor among all cores and waits for each. Beside two busy
-    cores, an adapter of 84 MB took 3 to 14 s with PyTorch and takes 0.3 s with numpy.
+    numpy does this on one core. PyTorch splits every tensor among all cores and waits for each: with two busy cores,
+    it took 3 to 14 s for an adapter of 84 MB, and numpy takes 0.3 s.
     """
     stored = format_named(str(tensor.dtype))
     bits = tensor.reshape(-1).contiguous().view(torch.uint8).numpy().view(stored.word)
@@ -116,7 +122,7 @@ def _refuse_other(artifact: Artifact, code: Code, path: Path, found: str, *, exp
         fail(
             Code.SC603,
             where=str(artifact.path),
-            found="another artifact under this name than the one that was opened",
+            found="an artifact that was replaced after it was opened",
             expected=f"the artifact of digest {artifact.manifest.digest}",
             next="load the artifact again",
         )

@@ -115,9 +115,9 @@ def open_base(source: str, *, weights: bool) -> BaseCheckpoint:
     """Open a base folder or, when no such path exists, a Hub repository.
 
     Args:
-        source: A folder, `owner/name` or an old bare name.
-        weights: Whether to download a repository's weights; otherwise only its configuration, index and headers are.
-            Of a folder, the headers are read in either case.
+        source: A folder, `owner/name`, or an older Hub id without an owner.
+        weights: Whether to download a repository's weights, or only its configuration, index and headers. Of a
+            folder, only these are read in either case.
 
     Raises:
         ScuteError: SC401 (not found), SC407 (pickles only), SC103 to SC105 (damaged shards), SC107 (a missing shard),
@@ -128,7 +128,7 @@ def open_base(source: str, *, weights: bool) -> BaseCheckpoint:
     try:
         if path.is_dir():
             return _open_folder(source, path)
-        found = "a file" if path.exists() else "no folder of that name, and no repository's name either"
+        found = "a file" if path.exists() else "no folder of that name, and not the name of a repository"
         absent = not path.exists()
     except OSError:
         found, absent = "a path that can't be examined", False
@@ -252,7 +252,7 @@ def _unindexed_shards(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _merge(source: str, headers: Headers, index: Mapping[str, str], folder: Path | None) -> Mapping[str, StoredTensor]:
-    """Merge the shards' headers; an index, where there is one, decides which file holds a tensor."""
+    """Merge the shards' headers. The index, if there is one, decides which file holds a tensor."""
     findings = Findings()
     for file, header in headers.items():
         missing = [key for key, named in index.items() if named == file and key not in header]

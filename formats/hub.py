@@ -118,7 +118,7 @@ def find_repository(source: str, code: Code, wanted: Sequence[str]) -> Repositor
     """Look up a repository on the Hub or, when the request fails, in the local cache.
 
     Args:
-        source: `owner/name`, or an old bare name.
+        source: `owner/name`, or an older Hub id without an owner.
         code: The code of failures.
         wanted: Names or patterns of the files that the cache must hold, if the repository has them.
 
@@ -137,7 +137,7 @@ def find_repository(source: str, code: Code, wanted: Sequence[str]) -> Repositor
         except (LocalEntryNotFoundError, OSError, ValueError):
             folder = None
         if folder is None:
-            raise  # the Hub's answer
+            raise  # the error of the request
         files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
         return Repository(id=source, code=code, files=tuple(files), cached=folder)
     names = sorted(sibling.rfilename for sibling in info.siblings or ())

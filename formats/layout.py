@@ -1,4 +1,4 @@
-"""The tensors of a rank file and their shapes, as defined for the writer and the reader alike."""
+"""Defines the tensors of a rank file and their shapes, for the writer and for readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scute_compile.ir.expressions import Ranges, Shape, width
 from scute_compile.ir.program import RotationKind
 
 SHIFT_DTYPE = DType.FLOAT32
-"""The dtype of `b`, which cancels against the base's bias: that may be a hundred times the adapter's effect."""
+"""The dtype of `b`. It cancels against the base's bias, which may be a hundred times the adapter's effect."""
 
 
 def tensor_name(site: str, slot: str, term: int | None = None) -> str:
@@ -23,7 +23,7 @@ def tensor_name(site: str, slot: str, term: int | None = None) -> str:
 
 
 def rank_layout(site: SiteRecord, rank: int, dtype: DType) -> Mapping[str, tuple[DType, Shape]]:
-    """Return dtype and shape of every tensor of a site in the file of `rank`; shared factors lie elsewhere.
+    """Return dtype and shape of every tensor of a site in the file of `rank`, which holds no shared factors.
 
     Returns:
         By tensor name: `dR` is `(blocks, size, size)` or `(in,)`, `ds` and `b` are `(out,)`, `A` is `(rank, in)`, `B`

@@ -1,4 +1,4 @@
-"""The lock on a folder that keeps writers of one store apart."""
+"""The lock on a folder, which only one writer of a store holds at a time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ except ModuleNotFoundError:  # Windows: writers of one store must not run at the
 def locked(folder: Path) -> Iterator[None]:
     """Wait for a folder's lock and hold it until the block ends.
 
-    The operating system releases the lock of a killed process. File systems without locks go unlocked.
+    The operating system releases the lock of a killed process. On a file system without locks, nothing is locked.
 
     Raises:
-        OSError: The folder can't be opened.
+        OSError: the folder can't be opened.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:

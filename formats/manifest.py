@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from scute_compile.formats.reading import parse_object
 from scute_compile.ir.dtypes import DType
@@ -26,13 +26,15 @@ from scute_compile.ir.program import RotationKind
 from scute_compile.ir.target import LoraSharding
 
 FORMAT: Literal["scute.artifact"] = "scute.artifact"
-"""The field `format` of every manifest, which tells it from other programs' files of the same name."""
+"""The field `format` of every manifest. It distinguishes the file from other programs' files of the same name."""
 MAJOR, MINOR = 2, 0
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
 
+LARGEST = 2**63 - 1
+"""The largest whole number in a manifest."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Range = tuple[Count, Count]
 RankRanges = Annotated[tuple[Range, ...], Field(min_length=1)]
 
@@ -47,7 +49,7 @@ class BaseIdentity(Record):
     """The base model that the artifact was compiled for."""
 
     name: str | None
-    """A Hub id, or the last component of a local path; for people."""
+    """A Hub id, or the last component of a local path; for display."""
     model_type: str
     structure: Sha256
     """`fingerprint.structure_hash`: of configuration fields, tensor names and shapes."""
@@ -72,8 +74,8 @@ class RotationRecord(Record):
     block: Positive
     """Width of one block; 1 for a diagonal."""
     blocks: Positive
-    """Blocks stored over the whole site: of kind `blocks`, 1 means one block that repeats along the input; of kind
-    `diagonal`, the site's input width."""
+    """Blocks stored for the whole site. Kind `blocks`: 1 means one block that repeats along the input. Kind `diagonal`:
+    the site's input width."""
 
 
 class SharedWindow(Record):
@@ -84,7 +86,7 @@ class SharedWindow(Record):
 
 
 class TermRecord(Record):
-    """One low-rank term. The tensor of a factor that is null lies in the rank files."""
+    """One low-rank term. A factor that is null here is not shared: its tensor is in the rank files."""
 
     rank: Positive
     a: SharedWindow | None
@@ -177,7 +179,7 @@ class Manifest(Record):
     dtype: DType
     tp: Positive
     lora_sharding: LoraSharding
-    """`default`: terms are cut along the site's own axis; `full`: both factors of each term are cut."""
+    """`default`: terms are cut along the axis on which the site is cut; `full`: both factors of each term are cut."""
     base: BaseIdentity
     sources: Mapping[str, Sha256]
     """By file name, the hashes of the adapter's files."""
@@ -194,6 +196,17 @@ class Manifest(Record):
     bytes: ByteCounts
     notes: tuple[Mapping[str, JsonValue], ...]
     findings: tuple[Mapping[str, JsonValue], ...]
+
+    @field_validator("notes", "findings")
+    @classmethod
+    def numbers_are_bounded(cls, records: tuple[Mapping[str, JsonValue], ...]) -> tuple[Mapping[str, JsonValue], ...]:
+        pending: list[object] = list(records)
+        while pending:
+            value = pending.pop()
+            if isinstance(value, int) and value > LARGEST:
+                raise ValueError(f"a number above {LARGEST}")
+            pending.extend(value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ())
+        return records
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Manifest:
@@ -316,7 +329,7 @@ def manifest_digest(manifest: Mapping[str, JsonValue]) -> str:
 
 
 def rank_file_name(rank: int, tp: int, sha256: str) -> str:
-    """Return the name of a rank's file of that content.
+    """Return the name of a rank's file with the content hash `sha256`.
 
     >>> rank_file_name(0, 2, 64 * "a")
     'rank-00000-of-00002.aaaaaaaaaaaaaaaa.safetensors'
@@ -325,7 +338,7 @@ def rank_file_name(rank: int, tp: int, sha256: str) -> str:
 
 
 def is_rank_file_name(name: str) -> bool:
-    """Return whether a file is named as a rank's file.
+    """Return whether a file has the name of a rank's file.
 
     >>> is_rank_file_name(rank_file_name(1, 2, 64 * "0")), is_rank_file_name("rank-0.safetensors")
     (True, False)
@@ -334,7 +347,7 @@ def is_rank_file_name(name: str) -> bool:
 
 
 def claims_format(raw: bytes) -> bool:
-    """Return whether the text of a `manifest.json` has this format's field `format`; damaged text is searched for it.
+    """Return whether a `manifest.json` has the field `format` of artifacts. Damaged JSON is searched for the field.
 
     >>> [claims_format(raw) for raw in (b'{"format": "scute.artifact"}', b'{"format": "scute.artifact", "tp', b"{}")]
     [True, True, False]

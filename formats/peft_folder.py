@@ -88,7 +88,7 @@ def open_adapter(source: str) -> AdapterFolder:
         fail(
             Code.SC101,
             where=source,
-            found="no folder of that name, and no repository's name either",
+            found="no folder of that name, and not the name of a repository",
             expected="an adapter's folder, or a repository as owner/name",
             next="check the path",
         )
@@ -156,7 +156,7 @@ def _check_files(source: str, names: tuple[str, ...], subfolders: tuple[str, ...
 
 
 def _refuse_other_kinds(source: str, names: tuple[str, ...]) -> None:
-    """Refuse an artifact, a store of artifacts and a base model, and say what each is."""
+    """Refuse an artifact, a store of artifacts and a base model, with what was found."""
     if {CONFIG, WEIGHTS, PICKLE} & set(names):
         return
     artifacts = tuple(name for name in names if is_artifact(Path(source) / name))

@@ -1,4 +1,4 @@
-"""Opening, hashing and listing files, and reading JSON strictly; failures are diagnostics."""
+"""Opens, hashes and lists files, and reads JSON strictly; failures are reported as diagnostics."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def opened(path: Path) -> Iterator[FileIO]:
     """Open a regular file for unbuffered reading.
 
     Raises:
-        ScuteError: SC109 when the file can't be opened, when the block can't read it, or when it is a pipe or a
-            device, which might never end.
+        ScuteError: SC109 when the file can't be opened, when reading it inside the block fails, or when it is a pipe
+            or a device, which might never end.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -94,7 +94,7 @@ def sha256_of(path: Path) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is a file or a folder at `path`; False when the system doesn't let it be examined."""
+    """Return whether there is a file or a folder at `path`; False when the system refuses to say."""
     try:
         return path.exists()
     except (OSError, ValueError):  # no permission for a folder above it; a name too long, or with a zero byte
@@ -120,7 +120,7 @@ def parse_object(raw: bytes) -> dict[str, object]:
     and text other than UTF-8.
 
     Raises:
-        ValueError: The text is not such an object; the message is the fault in a few words.
+        ValueError: the text is not such an object; the message is the fault in a few words.
 
     >>> parse_object(b'{"r": 8, "r": 16}')
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""A strict reader of safetensors files that needs no torch and reports every kind of damage as a diagnostic.
+"""Reads safetensors files strictly and without torch; damage is reported as a diagnostic.
 
 The format: eight bytes with the header's length, a JSON header, then the tensors' bytes without holes (safetensors,
 README, section "Format").
@@ -177,9 +177,10 @@ def _entry(name: str, value: object, start: int, where: str) -> TensorEntry:
         _damaged(here, f"the data_offsets {_brief(offsets)}", "two whole numbers from 0, the first at most the second")
     bits = BITS[dtype]
     for dim in shape:
-        bits *= dim
+        bits *= dim or 1  # an empty tensor's other dimensions are limited as well
         if bits > _LARGEST:
             _damaged(here, f"the shape {_brief(shape)}", "a tensor smaller than 2^63 bits")
+    bits = 0 if 0 in shape else bits
     if bits != 8 * (offsets[1] - offsets[0]):
         _damaged(
             here,

@@ -1,8 +1,8 @@
-"""Writing artifacts into a store, so that readers find the older artifact or the newer one whole.
+"""Writes artifacts into a store; a reader finds either the older artifact or the newer one, never a mixture.
 
-Every file is written under a temporary name, synced and renamed. Rank files are named by their content and go in first;
-the rename of the manifest commits the artifact. Writers hold the store's lock, so that files under temporary names were
-left by writers that were killed.
+Every file is written under a temporary name, synced and renamed. Rank files are named by their content and are written
+first; the rename of the manifest commits the artifact. A writer holds the store's lock, so any temporary file that it
+finds was left by a writer that was killed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from scute_compile.formats.manifest import (
 from scute_compile.formats.reading import JSON_LIMIT, file_size, names_in, opened, sha256_of
 
 _PREFIX, _SUFFIX = ".scute-", ".tmp"
-"""Of temporary names. No artifact's name starts with a dot."""
+"""Prefix and suffix of temporary names. No artifact's name starts with a dot."""
+
+LONGEST_NAME = 255
+"""Bytes of a file name that file systems take."""
 
 
 class ArtifactWriter:
-    """Writes the files of one artifact; made by `artifact_writer`."""
+    """Writes the files of one artifact. `artifact_writer` creates it."""
 
     def __init__(self, store: Path, folder: Path) -> None:
         self._store, self._folder = store, folder
@@ -43,7 +46,7 @@ class ArtifactWriter:
         self._new: list[Path] = []
 
     def add_factor(self, factor: FactorFile, raw: bytes) -> None:
-        """Put a shared factor into the store, unless an undamaged copy is there.
+        """Put a shared factor into the store, unless the store has an undamaged copy.
 
         Args:
             factor: Its record in the manifest.
@@ -59,7 +62,7 @@ class ArtifactWriter:
                 where=str(folder),
                 found="a symbolic link",
                 expected="a folder of the store",
-                next="replace the link by a copy of the folder that it names, or choose another -o",
+                next="replace the link with a copy of the folder that it names, or choose another -o",
             )
         folder.mkdir(exist_ok=True)
         _remove(folder, _is_temporary)
@@ -70,7 +73,7 @@ class ArtifactWriter:
             _sync(folder)
 
     def add_rank(self, rank: int, tp: int, raw: bytes) -> RankFile:
-        """Put the file of a rank into the artifact's folder, unless an undamaged copy is there.
+        """Put the file of a rank into the artifact's folder, unless the folder has an undamaged copy.
 
         Args:
             rank: The rank.
@@ -93,8 +96,8 @@ class ArtifactWriter:
         """Write the manifest, then remove what older artifacts and killed writers left in the folder.
 
         Args:
-            fields: The manifest without its digest, which is added. `format` should be the first field, where it
-                survives a truncation of the file.
+            fields: The manifest without its digest, which is added. `format` should be the first field, so that a
+                truncated file still has it.
         """
         text = json.dumps({**fields, "digest": manifest_digest(fields)}, indent=1) + "\n"
         _sync(self._folder)
@@ -113,12 +116,12 @@ class ArtifactWriter:
 
 @contextmanager
 def artifact_writer(store: Path, name: str) -> Iterator[ArtifactWriter]:
-    """Hold a store's lock and give the writer of one artifact, which must be committed.
+    """Hold a store's lock and yield the writer of one artifact, which must be committed.
 
     An older artifact of that name is replaced. Files that no artifact writer wrote are kept.
 
     Args:
-        store: The store's folder, made when it is missing.
+        store: The store's folder, created if it is missing.
         name: The artifact's name, a plain file name.
 
     Raises:
@@ -148,7 +151,7 @@ def artifact_writer(store: Path, name: str) -> Iterator[ArtifactWriter]:
             next="check the path given with -o, its permissions and the free space",
         )
     finally:
-        for new in made:  # those with files in them stay
+        for new in made:  # folders that are not empty stay
             with suppress(OSError):
                 new.rmdir()
 
@@ -162,17 +165,25 @@ def _check_name(name: str) -> None:
             expected=f"a plain file name that doesn't start with a dot and isn't `{FACTORS}`",
             next="choose a name with --name",
         )
+    if (length := len(os.fsencode(name))) > LONGEST_NAME:
+        fail(
+            Code.SC607,
+            where=name,
+            found=f"an artifact's name of {length} bytes",
+            expected=f"at most {LONGEST_NAME} bytes",
+            next="choose a name with --name",
+        )
 
 
 def _make_folders(store: Path) -> tuple[Path, ...]:
-    """Make a store with the folders above it and return those that were missing, the innermost first."""
+    """Create a store with the folders above it and return those that were missing, the innermost first."""
     missing = tuple(folder for folder in (store, *store.parents) if not folder.exists())
     store.mkdir(parents=True, exist_ok=True)
     return missing
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to write where anything but an artifact lies; the leftovers of a killed first compile are no obstacle."""
+    """Refuse a folder that holds something other than an artifact. The files of a killed writer are accepted."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink():
@@ -182,12 +193,12 @@ def _check_replaceable(folder: Path) -> None:
     elif os.path.lexists(folder / MANIFEST):
         if _is_manifest(folder / MANIFEST):
             return
-        found = f"a folder whose {MANIFEST} is of another program"
+        found = f"a folder whose {MANIFEST} belongs to another program"
     else:
         others = [name for name in names_in(folder) if not _is_written_here(name)]
         if not others:
             return
-        found = f"a folder that is no artifact; it holds {', '.join(others[:4])}{' and more' if others[4:] else ''}"
+        found = f"a folder that is not an artifact; it holds {', '.join(others[:4])}{' and more' if others[4:] else ''}"
     fail(
         Code.SC601,
         where=str(folder),

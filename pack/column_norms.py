@@ -29,10 +29,10 @@ RUN = 1024
 
 @dataclass(frozen=True, slots=True)
 class NormRequest:
-    """A request for one adapter's norms over one weight."""
+    """The norms of one adapter over one weight, which are to be computed."""
 
-    owner: int
-    """The adapter's number in the call."""
+    package: int
+    """The index of the adapter's package in the call."""
     norm: ColumnNorm
 
 
@@ -40,7 +40,7 @@ ReadTiles = Callable[[ColumnNorm], Iterator[torch.Tensor]]
 """Yields the tiles of a norm's weight in order, `(rows, row_width)`, in their stored dtype; each tile may overwrite the
 previous one."""
 Evaluate = Callable[[int, Expression], Array]
-"""An adapter's number and an expression over its file tensors -> value."""
+"""A package's index and an expression over the adapter's file tensors -> the value."""
 
 
 def stream_norms(
@@ -68,9 +68,9 @@ def stream_norms(
 
 @contextmanager
 def one_thread_per_operation() -> Iterator[int]:
-    """Limit torch to one thread per operation, and give the number of threads that it had.
+    """Limit torch to one thread per operation inside the block; yield the number of threads before.
 
-    The operations are too small to split: on a busy machine most of the time would go into barriers.
+    The operations are too small to split: on a busy machine, threads would mostly wait for each other.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -115,7 +115,7 @@ class _Factors:
 
     @classmethod
     def of(cls, request: NormRequest, evaluate: Evaluate) -> _Factors:
-        a, b = (torch.from_numpy(np.array(evaluate(request.owner, x))) for x in (request.norm.a, request.norm.b))
+        a, b = (torch.from_numpy(np.array(evaluate(request.package, x))) for x in (request.norm.a, request.norm.b))
         return cls(a, b.T.contiguous(), request.norm.c)
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""Evaluates expressions with numpy; whatever is computed is computed in float64.
+"""Evaluates expressions with numpy; arithmetic is done in float64.
 
-A plain reference keeps its file's precision. `ColumnNorm` and `VeraProjection` are computed elsewhere and passed in
-`given`.
+A reference without arithmetic keeps its file's precision. `ColumnNorm` and `VeraProjection` are computed elsewhere and
+passed in `given`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def evaluate(  # noqa: C901, PLR0911, PLR0912 - one branch per kind of expressio
     Args:
         x: The expression.
         read: Returns a file tensor in float32 or float64.
-        given: Values computed before.
+        given: Values that were computed elsewhere, by expression.
         rounding: The artifact's rounding, for values that depend on stored ones.
     """
 

@@ -1,16 +1,16 @@
-"""Converts sites, notes and findings to the records of a manifest."""
+"""Converts sites and notes to the records of a manifest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from pydantic import JsonValue
 
-from scute_compile.diagnostics import Diagnostic
 from scute_compile.formats.manifest import LiveSlot, RotationRecord, SharedWindow, SiteRecord, TermRecord
-from scute_compile.ir.expressions import Expression, Ranges
+from scute_compile.ir.expressions import Expression
 from scute_compile.ir.linear import Split, TermCut
 from scute_compile.ir.program import Factor, Note, RotationKind, Site, Term
+from scute_compile.pack.slices import term_cuts
 
 HashOf = Callable[[Expression], str]
 """A shared matrix -> the hash of its content."""
@@ -61,13 +61,6 @@ def _rotation(site: Site) -> RotationRecord | None:
     return RotationRecord(kind=rotation.kind, block=rotation.block, blocks=blocks)
 
 
-def term_cuts(site: Site) -> tuple[TermCut, ...]:
-    """Return one cut per term, empty for terms that are cut as the site is."""
-    if site.cut is None:
-        raise AssertionError(site)
-    return site.cut.terms or (TermCut(),) * len(site.terms)
-
-
 def _term(term: Term, held: TermCut, hash_of: HashOf) -> TermRecord:
     return TermRecord(
         rank=term.rank,
@@ -98,42 +91,3 @@ def note_record(note: Note) -> dict[str, JsonValue]:
         "route": note.route.value if note.route else None,
         "candidates": [[route.value, moved] for route, moved in note.candidates],
     }
-
-
-def finding_record(diagnostic: Diagnostic) -> dict[str, JsonValue]:
-    """Return a finding as plain JSON values."""
-    return dict(diagnostic.to_json())
-
-
-Slice = tuple[int, Ranges]
-"""An axis, and the ranges of it on a rank."""
-
-
-def site_slices(site: Site, rank: int) -> Mapping[str, Slice]:
-    """Return the slices of the site's own slots on a rank; slots that are whole on every rank are absent.
-
-    Ranges of `dR` in blocks count blocks.
-    """
-    if site.cut is None:
-        raise AssertionError(site)
-    inputs, outputs = site.cut.inputs[rank], site.cut.outputs[rank]
-    slices: dict[str, Slice] = {"ds": (0, outputs), "b": (0, outputs)}
-    rotation = site.rotation
-    if rotation is not None and rotation.delta.shape[0] > 1:
-        slices["dR"] = (0, tuple((start // rotation.block, stop // rotation.block) for start, stop in inputs))
-    return slices
-
-
-def term_slices(site: Site, number: int, rank: int) -> Mapping[str, Slice]:
-    """Return the slices of a term's slots on a rank; slots that are whole on every rank are absent.
-
-    No slot is cut along two axes: a term's rank is cut only on sites with whole inputs.
-    """
-    if site.cut is None:
-        raise AssertionError(site)
-    held = term_cuts(site)[number]
-    columns = site.cut.outputs[rank] if held.columns is None else (held.columns[rank],)
-    slices: dict[str, Slice] = {"A": (1, site.cut.inputs[rank]), "B": (1, columns), "e": (0, columns)}
-    if held.rows is not None:
-        slices |= {"A": (0, (held.rows[rank],)), "d": (0, (held.rows[rank],))}
-    return slices

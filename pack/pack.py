@@ -1,4 +1,4 @@
-"""The pack pass: reads tensors, evaluates expressions in float64, rounds once and writes the artifact."""
+"""Packs planned adapters: reads tensors, evaluates expressions in float64, rounds once and writes the artifact."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from safetensors.torch import save
 
 from scute_compile.formats.artifact import FACTOR_TENSOR, open_artifact
+from scute_compile.formats.artifact_tensors import factor_digest
 from scute_compile.formats.base_checkpoint import BaseCheckpoint
 from scute_compile.formats.hub import portable_name
 from scute_compile.formats.layout import SHIFT_DTYPE, tensor_name
@@ -29,15 +30,16 @@ from scute_compile.ir.expressions import ColumnNorm, Expression, Fill, Ref, Sour
 from scute_compile.ir.program import Program, Site
 from scute_compile.pack.column_norms import NormRequest, one_thread_per_operation, stream_norms
 from scute_compile.pack.evaluate import Array, evaluate
-from scute_compile.pack.manifest_records import finding_record, note_record, site_record, site_slices, term_slices
-from scute_compile.pack.rounding import TooNarrow, factor_digest, rounded
+from scute_compile.pack.manifest_records import note_record, site_record
+from scute_compile.pack.rounding import TooNarrow, rounded
+from scute_compile.pack.slices import site_slices, term_slices
 from scute_compile.pack.vera_projection import draw
 from scute_compile.passes.scale import column_norms
 
 Norms = Mapping[Expression, Array]
 """Column norms by expression, each `(out,)`."""
 Slot = tuple[Site, str, int | None]
-"""A site, a slot and, of the slots of a term, the term's number."""
+"""A site, the name of a slot's tensor, and the term's number; None for slots of the site itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +56,19 @@ class Package:
     tensor_sha256: Mapping[str, str]
     """Hashes of its tensors, from the reading of the files that `sources` is of; packed tensors must have them."""
     dtypes: tuple[DType, ...]
-    """Tried in this order; a later dtype is taken when values don't survive the rounding to the earlier ones."""
+    """Tried in this order: a later dtype is used when values don't fit the earlier ones."""
     tool: str
 
 
 def read_norms(
     packages: Sequence[Package], base: BaseCheckpoint, advance: Callable[[int, int], None]
 ) -> tuple[Norms, ...]:
-    """Compute the column norms of all packages while the base is read once.
+    """Compute the column norms of all packages, reading each base weight once.
 
     Args:
         packages: The planned adapters.
         base: Their base, with weights.
-        advance: Called with the number of weights (entries) that were read, and of all that will be.
+        advance: Called with the number of weights (entries) that were read, and with their total.
 
     Returns:
         One mapping per package.
@@ -93,8 +95,8 @@ def read_norms(
                 yield tile[: stop - start]
         base.check_samples(norm.weight.key, samples)
 
-    def value(owner: int, x: Expression) -> Array:
-        return evaluate(x, _reader(packages[owner], base), {}, lambda array: array)
+    def value(package: int, x: Expression) -> Array:
+        return evaluate(x, _reader(packages[package], base), {}, lambda array: array)
 
     weights = {request.norm.weight.key: math.prod(request.norm.weight.shape) for request in requests}
     total, done = sum(weights.values()), 0
@@ -105,7 +107,7 @@ def read_norms(
         advance(done, total)
 
     for request, norm in stream_norms(requests, tiles, value, weight_done):
-        norms[request.owner][request.norm] = norm
+        norms[request.package][request.norm] = norm
     return norms
 
 
@@ -127,11 +129,11 @@ def _reader(package: Package, base: BaseCheckpoint) -> Callable[[Ref], Array]:
 def pack(package: Package, base: BaseCheckpoint, norms: Norms, store: Path) -> Path:
     """Write one artifact into the store and return its folder.
 
-    The adapter's tensors, as stored, and the file of one rank are in memory together.
+    Peak memory is the adapter's tensors in the artifact's dtype, and the file of one rank.
 
     Raises:
-        ScuteError: SC111 when files of the adapter or the base changed since they were opened; SC320 when values
-            survive none of the package's dtypes; as for `artifact_writer` when the artifact can't be written.
+        ScuteError: SC111 when files of the adapter or the base changed since they were opened; SC320 when values fit
+            none of the package's dtypes; as for `artifact_writer` when the artifact can't be written.
     """
     for dtype in package.dtypes[:-1]:
         try:
@@ -191,7 +193,7 @@ def _widened(array: Array, dtype: DType) -> Array:
 
 
 def _shared_matrices(sites: Sequence[Site]) -> tuple[Expression, ...]:
-    """Return the matrices that go into the store's `factors`, once each."""
+    """Return the matrices that are written to the store's `factors`, once each."""
     factors = (factor for site in sites for term in site.terms for factor in (term.a, term.b))
     return tuple(dict.fromkeys(factor.shared for factor in factors if factor.shared is not None))
 
@@ -199,7 +201,7 @@ def _shared_matrices(sites: Sequence[Site]) -> tuple[Expression, ...]:
 def _factor_record(tensor: torch.Tensor, dtype: DType) -> FactorFile:
     rank, features = tensor.shape
     return FactorFile(
-        hash=factor_digest(tensor, dtype),
+        hash=factor_digest(tensor, dtype, rank, features),
         rank=rank,
         features=features,
         dtype=dtype,
@@ -208,7 +210,7 @@ def _factor_record(tensor: torch.Tensor, dtype: DType) -> FactorFile:
 
 
 def _slots(site: Site, values: _Values) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """Yield the tensors of a site that lie in rank files: whole and rounded."""
+    """Yield the tensors of a site that rank files hold, rounded and not yet cut."""
     if site.rotation is not None:
         yield (site, "dR", None), values.stored(site.rotation.delta, f"{site.name}.dR")
     if site.s is not None:
@@ -277,5 +279,5 @@ def _manifest(
         "ranks": [rank.model_dump(mode="json") for rank in ranks],
         "bytes": {"ranks": sum(rank.bytes for rank in ranks), "shared": sum(factor.bytes for factor in factors)},
         "notes": [note_record(note) for note in program.notes],
-        "findings": [finding_record(finding) for finding in program.findings],
+        "findings": [dict(finding.to_json()) for finding in program.findings],
     }

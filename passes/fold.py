@@ -16,8 +16,8 @@ def fold(program: Program, context: Context) -> Program:
     """Apply the fold rule to every site. Sites without effect vanish; SC314 notes when none is left.
 
     Args:
-        program: a placed program, or a parsed one that is planned without its base.
-        context: its facts tell identities and zeros.
+        program: A placed program, or a parsed one that is planned without its base.
+        context: Its facts tell identities and zeros.
     """
     facts = context.facts
     sites, notes = [], list(program.notes)

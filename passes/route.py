@@ -46,8 +46,8 @@ def route(program: Program, context: Context) -> Program:
     """Give every live slot its route, and add a note for each.
 
     Args:
-        program: a sharded program.
-        context: its base gives the artifact's dtype, and the members of a fused GEMM that the adapter doesn't touch.
+        program: A sharded program.
+        context: Its base gives the artifact's dtype, and the members of a fused GEMM that the adapter doesn't touch.
     """
     dtype = program.target.dtype or context.base.dtype
     gemms = _gemms(program, context.base)

@@ -131,8 +131,8 @@ def rotation_costs(gemm: Sequence[GemmMember], workload: Workload) -> list[Cost]
     """Return the costs of R for a whole fused GEMM, which is split, or extended by rows, as a whole.
 
     Args:
-        gemm: all sites of the fused GEMM. Sites with equal rotations share one rotated input.
-        workload: the decode step.
+        gemm: All sites of the fused GEMM. Sites with equal rotations share one rotated input.
+        workload: The decode step.
     """
     rotated = [site for site in gemm if site.rotation is not None]
     first = {site.rotation: site for site in reversed(rotated)}  # one site for each distinct rotation

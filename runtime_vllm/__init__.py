@@ -1,4 +1,4 @@
-"""The vLLM plugin: serves compiled adapters of every method in one batch with stock LoRA and the bare base."""
+"""The vLLM plugin: serves compiled adapters of every method in one batch with stock LoRA and the base alone."""
 
 if __name__ != "scute_compile.runtime_vllm":
     raise ImportError(

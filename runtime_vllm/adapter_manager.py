@@ -23,12 +23,12 @@ from scute_compile.runtime_vllm.hooks import GRAPH_HOOKS, install
 from scute_compile.runtime_vllm.layers import ADAPTED, AdaptedLinear, Attachment
 from scute_compile.runtime_vllm.logits import AdaptedLogits
 from scute_compile.runtime_vllm.options import Options
-from scute_compile.runtime_vllm.stock_lora import Module, pack_stock_lora
+from scute_compile.runtime_vllm.stock_lora import WrappedLayer, pack_stock_lora
 from scute_compile.runtime_vllm.vllm_types import LoRAMapping, LoRAModel
 
 logger = logging.getLogger("vllm.scute")
-DECODE_ROWS = 64
-"""Most rows of the decode form; with more, tiles of many tokens are faster."""
+MAX_DECODE_ROWS = 64
+"""Largest number of rows of the decode form; for more rows, tiles of many tokens are faster."""
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class Loaded:
 
     packed: PackedAdapter
     digest: str | None
-    """Of the content on disk; None for a stand-in of vLLM's warm-up."""
+    """Digest of the content on disk; None for a stand-in of vLLM's warm-up."""
     merged: bool = False
     """Whether vLLM has merged the slices of the layers that it keeps."""
 
@@ -54,11 +54,11 @@ class AdapterManager(LRUCacheLoRAModelManager):
     def __init__(self, *args: Any, vllm_config: Any, **named: Any) -> None:
         super().__init__(*args, vllm_config=vllm_config, **named)
         self._epoch = 0
-        """Counts changes of what is on the device, some of which vLLM's comparison of its indices misses."""
+        """Counts changes of the adapters on the device, some of which vLLM's comparison of its indices misses."""
         self._written = -1
         """The epoch of the last step that was written."""
         self._modules = tuple(
-            Module(name=name, layer=layer, sites=self._sites(name, layer))
+            WrappedLayer(name=name, layer=layer, sites=self._sites(name, layer))
             for name, layer in self.modules.items()
             if isinstance(layer, AdaptedLinear)
         )
@@ -111,7 +111,7 @@ class AdapterManager(LRUCacheLoRAModelManager):
         )
 
     @property
-    def modules_by_site(self) -> Mapping[str, Module]:
+    def modules_by_site(self) -> Mapping[str, WrappedLayer]:
         """The wrapped layer of each site."""
         return {site.name: module for module in self._modules for site in module.sites}
 
@@ -142,7 +142,7 @@ class AdapterManager(LRUCacheLoRAModelManager):
 
         Args:
             lora_model: As vLLM loaded it.
-            name: The adapter's, for messages.
+            name: The adapter's name, for messages.
 
         Raises:
             ScuteError: As `pack_stock_lora`.
@@ -303,12 +303,12 @@ def _loaded(lora_model: Any) -> Loaded:
 def _decode_rows(vllm_config: Any) -> tuple[int, bool]:
     """Return the most rows of the decode form, and whether vLLM may pad a step of fewer rows beyond it.
 
-    The former is the largest captured size of at most `DECODE_ROWS`, so padding a step to a captured size keeps its
+    The former is the largest captured size of at most `MAX_DECODE_ROWS`, so padding a step to a captured size keeps its
     form. vLLM pads further where data parallel ranks are padded to the largest of all, where sequence parallelism pads
     to its multiples, and where speculative decoding changes the captured sizes later.
     """
     sizes: list[int] = getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or []
-    fitting = [size for size in sizes if size <= DECODE_ROWS]
+    fitting = [size for size in sizes if size <= MAX_DECODE_ROWS]
     passes = getattr(vllm_config.compilation_config, "pass_config", None)
     beyond = (
         bool(sizes and not fitting)
@@ -316,7 +316,7 @@ def _decode_rows(vllm_config: Any) -> tuple[int, bool]:
         or vllm_config.speculative_config is not None
         or bool(getattr(passes, "enable_sp", False))
     )
-    return max(fitting or [DECODE_ROWS]), beyond
+    return max(fitting or [MAX_DECODE_ROWS]), beyond
 
 
 def pool_report(manager: AdapterManager) -> str:

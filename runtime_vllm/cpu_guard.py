@@ -1,7 +1,7 @@
 """Corrects vLLM's CPU kernels for LoRA, which up to vLLM 0.32 apply the last adapter to rows without one.
 
 Index -1 means "no adapter", and those kernels use it as an index into the stacked weights. The guard zeroes the inputs
-of such rows. Where a probe shows that the kernels are right, they are left as they are.
+of such rows. If a probe shows that the kernels are correct, they are not changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.scute")
 
 
 def without_base_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that ignores rows without an adapter, or the original where that already does.
+    """Return a kernel that ignores rows without an adapter, or the original if it already does.
 
     Args:
         original: `bgmv_*(inputs, weights, out, indices, ...)`; `inputs` `(rows, in)`, `indices` `(rows,)`.

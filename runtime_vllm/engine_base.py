@@ -1,4 +1,4 @@
-"""The engine's base model as the compiler opens it: artifacts are checked against it, PEFT folders compiled for it."""
+"""The engine's base model as the compiler opens it, to check artifacts against it and compile PEFT folders for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EngineBase:
 
     @cached_property
     def folder(self) -> str:
-        """Return the folder that vLLM read the model from."""
+        """The folder that vLLM read the model from."""
         if Path(self.source).is_dir():
             return self.source
         from huggingface_hub import snapshot_download
@@ -49,7 +49,7 @@ class EngineBase:
 
     @cached_property
     def opened(self) -> OpenBase:
-        """Return the base with its structure, without reading weights. Raises what `open_model` raises."""
+        """The base with its structure, opened without reading weights. Raises what `open_model` raises."""
         return open_model(self.folder, weights=False)
 
     def check(self, artifact: Artifact) -> None:

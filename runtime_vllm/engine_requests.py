@@ -1,8 +1,8 @@
 """Loads a request's adapter when the engine's core admits the request, before any of its steps is scheduled.
 
-vLLM loads adapters in the middle of a step, where an error ends the engine; here it ends the one request. The digest of
-an adapter's content is part of the prefix cache's key. Content that changed on disk under a loaded adapter is refused
-until it is loaded again, so cached keys and values of older content are never used with it.
+vLLM loads adapters in the middle of a step, where an error ends the engine; here an error ends only the request. The
+digest of an adapter's content is part of the prefix cache's key. Content that changed on disk under a loaded adapter
+is refused until it is loaded again, so cached keys and values of older content are never used with it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _digests: dict[str, tuple[tuple[int, int], str]] = {}
 
 @dataclass(slots=True)
 class CoreState:
-    """What the engine's core knows of the adapters on its ranks; ids are vLLM's."""
+    """The adapters that the engine's core has loaded on its ranks; ids are vLLM's."""
 
     digests: dict[int, str] = field(default_factory=dict)
-    """Of the content that was loaded, by id."""
+    """Digest of the loaded content, by id."""
     leaving: set[int] = field(default_factory=set)
     """Adapters that were removed while requests used them."""
 
@@ -116,7 +116,7 @@ def core_add_lora(original: Callable[[Any, Any], bool]) -> Callable[[EngineCore,
 
 
 def core_remove_lora(original: Callable[[Any, int], bool]) -> Callable[[EngineCore, int], bool]:
-    """Return `EngineCore.remove_lora(lora_id)`, which keeps the record of an adapter while requests use it."""
+    """Return `EngineCore.remove_lora(lora_id)`, which keeps the digest of an adapter while requests use it."""
 
     @wraps(original)
     def remove_lora(core: EngineCore, lora_id: int) -> bool:
@@ -155,8 +155,8 @@ def core_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 def worker_add_lora(original: Callable[[Any, Any], bool]) -> Callable[[Any, LoRARequest], bool | str]:
     """Return a worker's `add_lora(lora_request)`, which returns the text of a refusal instead of raising it.
 
-    The core reads its ranks' answers in turn and stops at an exception. It would take the answers of the remaining
-    ranks for those of its next call.
+    The core reads its ranks' answers in turn and stops at an exception. It would then read the answers of the
+    remaining ranks as those of its next call.
     """
 
     @wraps(original)
@@ -200,7 +200,7 @@ def server_load_lora_adapter(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def hold_adapters(worker: Any, lora_ids: list[int]) -> None:
-    """Let a rank hold these adapters and no others; the core calls it on every worker."""
+    """Hold these adapters on a rank, and no others; the core calls it on every worker."""
     lora_manager = getattr(worker.model_runner, "lora_manager", None)
     if lora_manager is not None:  # else the engine serves the base alone
         lora_manager._adapter_manager.hold(lora_ids)
@@ -252,16 +252,16 @@ def _remove_unused(core: EngineCore, lora_id: int) -> None:
 
 
 def _may_evict(core: EngineCore, *loading: int) -> bool:
-    """Whether ranks may have evicted an adapter that was loaded, or may evict one for those that are loaded now."""
+    """Return whether ranks may have evicted a loaded adapter, or may evict one for the adapters that are loaded now."""
     lora_config = core.vllm_config.lora_config
     count = len(_state(core).digests.keys() | set(loading))
     return lora_config is not None and count > int(lora_config.max_cpu_loras)
 
 
 def _hold_admitted(core: EngineCore, *loading: int) -> None:
-    """Let the ranks hold the adapters of admitted requests, and no others.
+    """Hold the adapters of admitted requests on the ranks, and no others.
 
-    A rank that has to read files in the middle of a step can't refuse the one request: an error would end the engine.
+    A rank that reads files in the middle of a step can't refuse a single request: an error would end the engine.
     """
     requests = (request.lora_request for request in core.scheduler.requests.values())
     lora_ids = {lora.lora_int_id for lora in requests if lora is not None} | set(loading)
@@ -270,7 +270,11 @@ def _hold_admitted(core: EngineCore, *loading: int) -> None:
 
 def _requests(core: EngineCore, lora_id: int) -> list[Request]:
     admitted = core.scheduler.requests.values()
-    return [each for each in admitted if each.lora_request is not None and each.lora_request.lora_int_id == lora_id]
+    return [
+        request
+        for request in admitted
+        if request.lora_request is not None and request.lora_request.lora_int_id == lora_id
+    ]
 
 
 def _state(core: EngineCore) -> CoreState:

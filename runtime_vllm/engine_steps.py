@@ -1,7 +1,8 @@
 """The steps of an engine: which kernel variants are compiled in its warm-up, captured in its graphs and launched.
 
 A step's form follows from its number of rows alone: few rows run the decode kernels, more rows the prefill kernels. So
-a graph that was captured for a number of rows finds its plan at the same address at every replay, whatever the mix.
+a graph that was captured for a number of rows finds its plan at the same address at every replay, whatever the
+mix of adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class EngineSteps(StepWriter):
 
     Args:
         pool: The adapters.
-        limits: Sizes that every step keeps; `fixed` is set.
+        limits: The limits of steps; `fixed` is set.
     """
 
     def __init__(self, pool: ResidentPool, limits: StepLimits) -> None:
@@ -37,7 +38,7 @@ class EngineSteps(StepWriter):
         return written and not any(form.plan.shared or form.plan.rotated for form in self.forms)
 
     def rehearses(self, rows: int) -> bool:
-        """Whether a call with `rows` rows should run every kernel that any step of so many rows may need.
+        """Return whether a call with `rows` rows should run every kernel that any step of so many rows may need.
 
         The engine measures the memory of such a step before it gives the rest to its KV cache, and kernels are compiled
         and loaded before a capture, in which that may be forbidden.
@@ -48,7 +49,7 @@ class EngineSteps(StepWriter):
         """Return the buffers and features for a layer that is called with `rows` rows.
 
         Args:
-            rows: Of the call, which may be padded.
+            rows: Number of rows of the call, with padding.
             fixed: Whether the call is being captured, and so must support every later step of so many rows.
             plain: Whether only plain steps will run what is captured.
 
@@ -73,7 +74,7 @@ class EngineSteps(StepWriter):
         so steps use two only: one for plain steps and one for all others.
 
         Args:
-            rows: Of the call that rehearses.
+            rows: Number of rows of the call that rehearses.
         """
         form = self._expect(rows)
         return form.buffers, (self.fixed(form, rows, plain=True), self.fixed(form, rows))
@@ -85,7 +86,7 @@ class EngineSteps(StepWriter):
                 Code.SC703,
                 where="a step",
                 found=f"a layer with {rows} rows in a step of {self.tokens}",
-                expected="layers that see every token of the step",
+                expected="layers that run on every token of the step",
                 next="report the model; adapters can't be served on it this way",
             )
         return form

@@ -1,7 +1,7 @@
 """Two captured graphs where vLLM captures one: for steps of plain adapters, and for steps of any adapters.
 
 A graph launches all that any later step may need. Shared pairs and rotations cost time even in a step without them:
-the GEMM multiplies rows for rotations, and a kernel that supports more fits fewer programs on the GPU. Plain LoRA, DoRA
+the GEMM multiplies rows for rotations, and kernels with more features run fewer programs at once. Plain LoRA, DoRA
 and IA3 need neither, so each size is captured a second time without them. vLLM's key of a graph includes a number of
 active adapters; the plugin adds one value of it, for plain graphs. A step runs in a plain graph only when the plugin
 knows the adapters of that step.
@@ -9,7 +9,7 @@ knows the adapters of that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -45,8 +45,8 @@ def capturing(
 ) -> Callable[[Any], list[tuple[Any, list[Any]]]]:
     """Return `CudagraphDispatcher.get_capture_descs()` with the plain graph of each size last.
 
-    vLLM captures the first two graphs as a trial: it takes the memory of the first for all graphs together and that of
-    the second for each further graph, and reserves both before the KV cache. The general graph needs more memory.
+    vLLM captures the first two graphs as a trial. It reserves memory before the KV cache: that of the first graph once,
+    and that of the second for each further graph. The general graph needs more memory.
     """
 
     @wraps(original)
@@ -97,11 +97,11 @@ def executing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def captures_plain(context: Any, max_loras: int) -> bool:
-    """Whether the graph that is being captured will run plain steps only.
+    """Return whether the graph that is being captured will run plain steps only.
 
     Args:
         context: vLLM's forward context.
-        max_loras: Of the engine.
+        max_loras: The engine's max_loras.
     """
     descriptor = getattr(context, "batch_descriptor", None)
     return getattr(descriptor, "num_active_loras", 0) == plain_case(max_loras)
@@ -113,8 +113,8 @@ def steps_of(dispatcher: Any) -> EngineSteps | None:
         return None
     if getattr(dispatcher, STEPS, None) is None:
         layers = dispatcher.compilation_config.static_forward_context.values()
-        attachments = (getattr(layer, "attachment", None) for layer in layers)
-        steps_found = (each.steps for each in attachments if each is not None and hasattr(each, "steps"))
+        attachments: Iterator[Any] = (getattr(layer, "attachment", None) for layer in layers)
+        steps_found = (attachment.steps for attachment in attachments if hasattr(attachment, "steps"))
         setattr(dispatcher, STEPS, next(steps_found, None))
     steps: EngineSteps | None = getattr(dispatcher, STEPS)
     return steps

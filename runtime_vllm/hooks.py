@@ -40,8 +40,8 @@ class Hook:
     """`module`, or `module:Class`."""
     name: str
     parameters: tuple[str, ...] | None = None
-    """Names of its parameters, `*` for any others; None for an attribute that is no function, or whose arguments are
-    passed through."""
+    """Names of its parameters, `*` for any others; None for an attribute that is not a function, or whose arguments
+    are passed through."""
     replacement: str | None = None
     """`module:function` that returns the replacement of the original; None for an attribute that is called or
     overridden in a subclass."""
@@ -130,7 +130,6 @@ HOOKS: tuple[Hook, ...] = (
     Hook(CPU_OPS, "bgmv_expand", None, f"{PLUGIN}.cpu_guard:without_base_rows", feature=BASE_ROWS),
     Hook(CPU_OPS, "bgmv_expand_slice", None, f"{PLUGIN}.cpu_guard:without_base_rows", feature=BASE_ROWS),
 )
-
 """Installed when vLLM loads its plugins."""
 
 GRAPH_HOOKS: tuple[Hook, ...] = (
@@ -154,7 +153,7 @@ def install(hooks: Sequence[Hook] = HOOKS) -> tuple[str, ...]:
     A feature is left out as a whole when one of its rows differs.
 
     Returns:
-        How this vLLM differs from the rows without a feature, a text per row. Where there is one, nothing is replaced.
+        How this vLLM differs from the rows without a feature, one text per row. If there is any, nothing is replaced.
     """
     faults = {hook: fault for hook in hooks if (fault := hook.fault()) is not None}
     required = tuple(fault for hook, fault in faults.items() if hook.feature is None)
@@ -162,7 +161,7 @@ def install(hooks: Sequence[Hook] = HOOKS) -> tuple[str, ...]:
         return required
     for feature in dict.fromkeys(hook.feature for hook in faults):
         texts = "; ".join(fault for hook, fault in faults.items() if hook.feature == feature)
-        logger.info("scute: this vLLM leaves no place for %s (%s)", feature, texts)
+        logger.info("scute: this vLLM lacks the hooks for %s (%s)", feature, texts)
     left_out = {hook.feature for hook in faults}
     replacements = []
     for hook in hooks:

@@ -36,8 +36,8 @@ from scute_compile.runtime_vllm.graph_kinds import captures_plain
 if TYPE_CHECKING:
     from scute_compile.runtime_vllm.engine_steps import EngineSteps
 
-MOST_SLICES = 3
-"""Most slices of one GEMM that the kernels support."""
+MAX_SLICES = 3
+"""Largest number of slices of one GEMM that the kernels support."""
 PLAIN_FORWARD = (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -45,7 +45,8 @@ PLAIN_FORWARD = (
     ReplicatedLinear,
     RowParallelLinear,
 )
-"""Classes whose product is their quantization method's; the whole forward of a subclass that overrides it is called."""
+"""Classes whose product is that of their quantization method; for a subclass that overrides `forward`, the whole
+`forward` is called."""
 
 
 NAMES: list[str] = []
@@ -61,8 +62,8 @@ def engine_linear(x: torch.Tensor, bias: torch.Tensor | None, layer: torch.Tenso
     Args:
         x: Inputs `(..., K)`.
         bias: `(N,)`, or None where this rank adds none.
-        layer: `(1,)` int64 on the CPU: the position of the layer's name in `NAMES`. A tensor, which a compiler takes as
-            an input, so that it compiles one piece of code for all blocks of a model and not one per name.
+        layer: `(1,)` int64 on the CPU: the position of the layer's name in `NAMES`. It is a tensor because a compiler
+            treats tensors as inputs, and so compiles one piece of code for all blocks of a model.
         outputs: N of this rank.
     """
     del outputs
@@ -70,7 +71,7 @@ def engine_linear(x: torch.Tensor, bias: torch.Tensor | None, layer: torch.Tenso
     return module.adapted(x, bias)
 
 
-@torch.library.register_fake("scute::engine_linear")  # type: ignore[untyped-decorator] # torch leaves it unannotated
+@torch.library.register_fake("scute::engine_linear")  # type: ignore[untyped-decorator] # PyTorch does not annotate it
 def _(x: torch.Tensor, bias: torch.Tensor | None, layer: torch.Tensor, outputs: int) -> torch.Tensor:
     del bias, layer
     return x.new_empty((*x.shape[:-1], outputs))
@@ -103,7 +104,7 @@ class AdaptedLinear:
         layers[self.scute_name] = self
         if self.scute_name not in NAMES:
             NAMES.append(self.scute_name)
-        self.scute_place = torch.tensor([NAMES.index(self.scute_name)], device="cpu")
+        self.scute_position = torch.tensor([NAMES.index(self.scute_name)], device="cpu")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -113,7 +114,7 @@ class AdaptedLinear:
 
     @property
     def quantized(self) -> bool:
-        """Whether the base's weights are quantized: their product would round delta rows."""
+        """Whether the base's weights are quantized; a quantized product would round delta rows."""
         return not isinstance(self.base_layer.quant_method, UnquantizedLinearMethod)
 
     @property
@@ -127,7 +128,7 @@ class AdaptedLinear:
         return type(self.base_layer).forward not in [layer.forward for layer in PLAIN_FORWARD]
 
     def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
-        """Make vLLM's buffers where they are used; otherwise tensors of their shapes without memory."""
+        """Allocate vLLM's buffers if its kernels are used; otherwise tensors of their shapes on the meta device."""
         real_device = self.device
         if not self.stock_kernels:
             self.device = torch.device("meta")
@@ -146,13 +147,13 @@ class AdaptedLinear:
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the layer's output on this rank, before any collective."""
-        y: torch.Tensor = torch.ops.scute.engine_linear(x, bias, self.scute_place, sum(self.widths))
+        y: torch.Tensor = torch.ops.scute.engine_linear(x, bias, self.scute_position, sum(self.widths))
         if self.stock_kernels:
             y = self._apply_lora_to_output(x, y)  # type: ignore[attr-defined] # vLLM's
         return y
 
     def adapted(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the output; runs inside the operator, so once per step, or once per captured graph."""
+        """Return the output; runs inside the operator: once per step, or once per captured graph."""
         flat = x.reshape(-1, x.shape[-1])
 
         def multiply(rows: torch.Tensor, *, biased: bool) -> torch.Tensor:
@@ -207,7 +208,7 @@ class _Replacing(AdaptedLinear):
             packed_modules_list=packed_modules_list,
             model_config=model_config,
         )
-        return bool(taken) and len(packed_modules_list) <= MOST_SLICES
+        return bool(taken) and len(packed_modules_list) <= MAX_SLICES
 
 
 class AdaptedColumnParallel(_Replacing, ColumnParallelLinearWithLoRA):

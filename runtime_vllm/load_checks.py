@@ -11,7 +11,7 @@ from scute_compile.runtime_min.pool.directory import PAGE_BYTES, Field, values_p
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
 from scute_compile.runtime_vllm.options import MIB, Options
-from scute_compile.runtime_vllm.stock_lora import Module
+from scute_compile.runtime_vllm.stock_lora import WrappedLayer
 
 
 def check_limits(packed: PackedAdapter, options: Options, *, max_lora_rank: int, device: torch.device) -> None:
@@ -51,7 +51,7 @@ def check_limits(packed: PackedAdapter, options: Options, *, max_lora_rank: int,
         )
 
 
-def check_slots(packed: PackedAdapter, modules: Mapping[str, Module], sites: tuple[str, ...]) -> None:
+def check_slots(packed: PackedAdapter, modules: Mapping[str, WrappedLayer], sites: tuple[str, ...]) -> None:
     """Refuse slots at layers whose class can't apply them (SC811)."""
     for number, site in enumerate(sites):
         row = packed.rows[number]
@@ -60,10 +60,10 @@ def check_slots(packed: PackedAdapter, modules: Mapping[str, Module], sites: tup
         scaled = bool((row[Field.DS_OFFSET] >= 0) | (row[Field.SHIFT_OFFSET] >= 0))
         kind = type(layer.base_layer).__name__
         if rotated and (layer.quantized or layer.own_forward):
-            what = "quantized weights" if layer.quantized else "a forward method of its own"
+            property_of_layer = "quantized weights" if layer.quantized else "its own forward method"
             _refuse_limit(
                 f"{packed.name}: {site}",
-                f"a rotation at a {kind} with {what}",
+                f"a rotation at a {kind} with {property_of_layer}",
                 "a layer with plain weights",
                 "serve the adapter on the unquantized base, or leave the layer out when training",
             )
@@ -90,7 +90,7 @@ def check_fits(
         packed: The new adapter.
         pool: The pool that it would enter.
         options: The engine's settings.
-        max_adapters: Most adapters of one batch.
+        max_adapters: Largest number of adapters of one batch.
         packed_adapters: The other adapters in host memory.
     """
     others = sorted((other.pages for other in packed_adapters.values()), reverse=True)[: max_adapters - 1]

@@ -72,14 +72,14 @@ def load_adapter(original: Load) -> Load:
 
 
 def apply_in_order(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return vLLM's `_apply_adapters(lora_requests)`, which takes the adapters of a step in the order of their ids.
+    """Return vLLM's `_apply_adapters(lora_requests)`, which applies the adapters of a step in the order of their ids.
 
-    vLLM passes a set, whose order differs between processes: ranks would evict different adapters.
+    vLLM passes a set, whose order differs between processes, so that ranks would evict different adapters.
     """
 
     @wraps(original)
     def apply(worker: WorkerManager, requests: Iterable[LoRARequest]) -> None:
-        original(worker, sorted((request for request in requests if request), key=lambda each: each.lora_int_id))
+        original(worker, sorted((request for request in requests if request), key=lambda request: request.lora_int_id))
 
     return apply
 
@@ -93,7 +93,7 @@ def _load(original: Load, worker: WorkerManager, manager: AdapterManager, reques
     digest = digest_of(str(path))
     _check_unchanged(manager, request, str(path), digest)
     try:
-        check_understood(path)
+        check_fields(path)
         model = _read_stock(original, worker, manager, request)
         check_matched(manager, model, request.lora_name)
     except (ValueError, NotImplementedError) as error:
@@ -126,7 +126,7 @@ def _read_stock(original: Load, worker: WorkerManager, manager: AdapterManager, 
         worker.lora_config = config
 
 
-def check_understood(folder: Path) -> None:
+def check_fields(folder: Path) -> None:
     """Refuse a plain folder whose configuration has fields that this vLLM ignores.
 
     vLLM 0.31 and newer reads or refuses them.
@@ -149,7 +149,7 @@ def check_understood(folder: Path) -> None:
 def check_matched(manager: AdapterManager, model: LoRAModel, name: str) -> None:
     """Refuse a plain folder with weights for layers that the model doesn't have, which vLLM would drop silently.
 
-    Models whose layers vLLM renames, repeats or distributes over pipeline stages keep vLLM's own rule.
+    Models whose layers vLLM renames, repeats or distributes over pipeline stages are not checked.
 
     Raises:
         ScuteError: SC402.

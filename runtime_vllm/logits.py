@@ -38,9 +38,9 @@ class AdaptedLogits:
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
         """Set the weights of an adapter index."""
         self.reset_lora(index)
-        if not self.filled:  # an engine that slept may have lost the zeros, which are read from now on
-            for each in range(self.max_loras):
-                super().reset_lora(each)  # type: ignore[misc] # likewise
+        if not self.filled:  # the zeros are read from now on, and an engine that slept may have lost them
+            for position in range(self.max_loras):
+                super().reset_lora(position)  # type: ignore[misc] # likewise
         try:
             super().set_lora(index, lora_a, lora_b)  # type: ignore[misc] # likewise
         finally:
@@ -52,7 +52,7 @@ class AdaptedLogits:
         Removing an adapter does not zero them: the step before may not have computed its logits by then.
 
         Args:
-            lora_ids: vLLM's id of the adapter at each index, None where there is none.
+            lora_ids: vLLM's id of the adapter at each index; None at a free index.
         """
         for index in [index for index in self.filled if lora_ids[index] is None]:
             self.reset_lora(index)
@@ -69,7 +69,8 @@ class LogitsKernels:
     def add_lora_logits(self, y: torch.Tensor, *args: Any, **named: Any) -> Any:
         """Add LoRA to the logits `y` `(rows, vocabulary)` if an index is filled; returns what vLLM's wrapper returns.
 
-        vLLM computes logits outside its graphs. A capture would have to serve filled indices too, so it always adds.
+        vLLM computes logits outside its graphs. A captured graph must serve filled indices too, so a capture always
+        adds.
         """
         captured = y.is_cuda and torch.cuda.is_current_stream_capturing()
         if self.filled or captured:

@@ -1,4 +1,4 @@
-"""Packs stock PEFT LoRA that vLLM has loaded for the runtime's pool, with its scale folded into B once."""
+"""Packs stock PEFT LoRA, as vLLM loaded it, for the runtime's pool; its scale is folded into B once."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from scute_compile.runtime_vllm.vllm_types import LayerWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
-    """One of the model's wrapped layers."""
+class WrappedLayer:
+    """A layer of the model that the plugin wraps."""
 
     name: str
     """Its path in the model."""
     layer: AdaptedLinear
     sites: tuple[DirectoryEntry, ...]
-    """One per slice."""
+    """The directory entry of each slice."""
 
 
 def pack_stock_lora(
     name: str,
     loras: Mapping[str, LayerWeights],
-    modules: Sequence[Module],
+    modules: Sequence[WrappedLayer],
     sites: Sequence[DirectoryEntry],
     dtype: torch.dtype,
     *,
@@ -39,7 +39,7 @@ def pack_stock_lora(
     """Pack vLLM's LoRA weights of the wrapped layers, this rank's part of each.
 
     Args:
-        name: The adapter's, for messages.
+        name: The adapter's name, for messages.
         loras: By the name of a layer or of its slice; A `(r, in)`, B `(out, r)`, unscaled.
         modules: The wrapped layers.
         sites: All sites of the pool.

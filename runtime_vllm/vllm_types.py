@@ -71,7 +71,7 @@ class Scheduler(Protocol):
     """`vllm.v1.core.sched.scheduler.Scheduler`."""
 
     requests: Mapping[str, Request]
-    """Admitted and not yet finished."""
+    """Requests that are admitted and not finished, by id."""
 
 
 class Executor(Protocol):

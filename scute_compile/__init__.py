@@ -94,12 +94,12 @@ def compile(  # noqa: A001 - the verb of the field, always called as `scute.comp
     A refused adapter leaves nothing behind and does not stop the others.
 
     Args:
-        adapters: one or several PEFT folders or Hub ids.
-        base: the base model, a folder or a Hub id. None: the base that each adapter's configuration names.
-        target: ranks, dtype, layout of the low-rank terms, and the workload that routes are chosen for.
-        store: the folder that artifacts and shared factors are written to.
-        name: the artifact's name, for a call with one adapter. None: the adapter folder's name.
-        progress: called with the kind of work (`base`: bytes of base weights read; `adapters`: artifacts written), the
+        adapters: One or several PEFT folders or Hub ids.
+        base: The base model, a folder or a Hub id. None: the base that each adapter's configuration names.
+        target: Ranks, dtype, layout of the low-rank terms, and the workload that routes are chosen for.
+        store: The folder that artifacts and shared factors are written to.
+        name: The artifact's name, for a call with one adapter. None: the adapter folder's name.
+        progress: Called with the kind of work (`base`: bytes of base weights read; `adapters`: artifacts written), the
             amount done and the total.
 
     Returns:
@@ -140,11 +140,11 @@ def check(
     """Check whether adapters would compile and be exact, and whether artifacts are intact. Reads no base weights.
 
     Args:
-        paths: one or several PEFT folders, Hub ids or artifacts.
-        base: the base model, a folder or a Hub id. None: the base that each adapter's configuration names; artifacts
+        paths: One or several PEFT folders, Hub ids or artifacts.
+        base: The base model, a folder or a Hub id. None: the base that each adapter's configuration names; artifacts
             are then checked against no base.
-        tp: tensor-parallel ranks. None: 1 for adapters, any for artifacts.
-        lora_sharding: layout of the low-rank terms, `default` or `full`. None: `default` for adapters, any for
+        tp: Tensor-parallel ranks. None: 1 for adapters, any for artifacts.
+        lora_sharding: Layout of the low-rank terms, `default` or `full`. None: `default` for adapters, any for
             artifacts.
 
     Returns:
@@ -183,11 +183,11 @@ def inspect(
     """Describe an adapter or an artifact: method, sites, ranks, slots, owners and bytes.
 
     Args:
-        path: a PEFT folder, a Hub id or an artifact.
-        base: the base model, a folder or a Hub id. None: an adapter is described without cuts, routes and the sizes
+        path: A PEFT folder, a Hub id or an artifact.
+        base: The base model, a folder or a Hub id. None: an adapter is described without cuts, routes and the sizes
             that only a base gives.
-        tp: tensor-parallel ranks. None: 1 for an adapter, the manifest's for an artifact.
-        lora_sharding: layout of the low-rank terms, `default` or `full`. None: `default` for an adapter, the
+        tp: Tensor-parallel ranks. None: 1 for an adapter, the manifest's for an artifact.
+        lora_sharding: Layout of the low-rank terms, `default` or `full`. None: `default` for an adapter, the
             manifest's for an artifact.
 
     Returns:
@@ -228,16 +228,16 @@ def explain(
     """Explain what the compiler did with every slot: merged or live, why, and the routes with their costs.
 
     Args:
-        path: a PEFT folder, a Hub id or an artifact.
-        base: the base model, a folder or a Hub id. None: the base that the adapter's configuration names; an artifact
+        path: A PEFT folder, a Hub id or an artifact.
+        base: The base model, a folder or a Hub id. None: the base that the adapter's configuration names; an artifact
             needs none.
-        tp: tensor-parallel ranks. None: 1 for an adapter, the manifest's for an artifact.
-        lora_sharding: layout of the low-rank terms, `default` or `full`. None: `default` for an adapter, the
+        tp: Tensor-parallel ranks. None: 1 for an adapter, the manifest's for an artifact.
+        lora_sharding: Layout of the low-rank terms, `default` or `full`. None: `default` for an adapter, the
             manifest's for an artifact.
-        site: a pattern with `*` and `?`; only sites whose whole name matches. None: all sites.
-        tenants: distinct adapters in the decode step that routes are priced for. None: 16 for an adapter, the
+        site: A pattern with `*` and `?`; only sites whose whole name matches. None: all sites.
+        tenants: Distinct adapters in the decode step that routes are priced for. None: 16 for an adapter, the
             manifest's for an artifact.
-        tokens: rows in that step. None: 16 for an adapter, the manifest's for an artifact.
+        tokens: Rows in that step. None: 16 for an adapter, the manifest's for an artifact.
 
     Returns:
         The notes of the passes.
@@ -267,10 +267,10 @@ def verify(artifact: StrPath, *, adapter: StrPath, base: StrPath | None = None, 
     """Run an artifact and PEFT in float32 on the same random tokens, and compare their log-probabilities.
 
     Args:
-        artifact: the artifact's folder.
-        adapter: the PEFT folder or Hub id that it was compiled from.
-        base: the base model with weights, a folder or a Hub id. None: the base that the adapter's configuration names.
-        tokens: the least number of tokens to compare.
+        artifact: The artifact's folder.
+        adapter: The PEFT folder or Hub id that it was compiled from.
+        base: The base model with weights, a folder or a Hub id. None: the base that the adapter's configuration names.
+        tokens: The least number of tokens to compare.
 
     Returns:
         The errors beside the adapter's effect, and whether they pass.
@@ -301,7 +301,7 @@ def load_artifact(path: StrPath) -> Artifact:
     """Open an artifact, and check its manifest, files and hashes.
 
     Args:
-        path: the artifact's folder, inside its store.
+        path: The artifact's folder, inside its store.
 
     Returns:
         The manifest and the paths of the files. Tensors are not loaded.

@@ -80,12 +80,12 @@ def plan(
     """Take one adapter through the pipeline.
 
     Args:
-        source: an adapter folder or Hub id.
-        base: the base; None to plan the adapter alone, without the passes of `NEED_BASE`.
-        target: what to compile for.
-        hash_files: whether the scan hashes the adapter's files as well.
-        name: the adapter's name; by default the name of its folder.
-        adapter: the adapter of `source`, when it is open already.
+        source: An adapter folder or Hub id.
+        base: The base; None to plan the adapter alone, without the passes of `NEED_BASE`.
+        target: What to compile for.
+        hash_files: Whether the scan hashes the adapter's files as well.
+        name: The adapter's name; by default the name of its folder.
+        adapter: The adapter of `source`, when it is open already.
     """
     try:
         adapter = adapter or open_adapter(source)

@@ -4,8 +4,8 @@ python examples/vllm/serve.py
 python examples/vllm/serve.py --base BASE --adapter NAME=ARTIFACT --adapter NAME=ARTIFACT --question "Water boils at"
 
 Without arguments it makes a base and adapters, compiles them, and checks that each gives the answer that it was trained
-to give. All files are in a temporary folder, and the server ends with the script. docs/how-to/serve-with-vllm.md says
-how to install vLLM.
+to give. All files are in a temporary folder, and the server ends with the script. See
+docs/how-to/serve-with-vllm.md for the installation of vLLM.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tempfile import TemporaryDirectory
 from scute_compile.cli.app import main as scute
 
 STARTING = 600
-"""Most seconds that the server may take to start."""
+"""Largest number of seconds that the server may take to start."""
 
 
 def main() -> int:
-    """Compile, serve, ask. Returns 0 when every adapter answers, and as it was trained if the script trained it."""
+    """Compile, serve and ask; return 0 if every adapter answers, as trained where this script trained it."""
     parser = argparse.ArgumentParser(description="Serve compiled adapters with vLLM and ask each a question.")
     parser.add_argument("--base", help="a model's folder; it needs a tokenizer")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=ARTIFACT")
@@ -44,8 +44,8 @@ def main() -> int:
     if malformed := [text for text in arguments.adapter if not all(text.partition("="))]:
         parser.error(f"--adapter {malformed[0]}: expected NAME=ARTIFACT")
     if find_spec("vllm") is None:
-        parser.error("vLLM is not installed here; docs/how-to/serve-with-vllm.md says how")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which stops the server
+        parser.error("vLLM is not installed here; see docs/how-to/serve-with-vllm.md")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the exit stops the server
     with TemporaryDirectory(prefix="scute-vllm-") as temporary:
         folder = Path(temporary)
         if arguments.base:
@@ -118,7 +118,7 @@ def _serving(base: str, artifacts: Mapping[str, str], log: Path) -> Iterator[int
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(30)
-        with contextlib.suppress(ProcessLookupError):  # the rest of its processes
+        with contextlib.suppress(ProcessLookupError):  # its remaining processes
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 

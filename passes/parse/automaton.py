@@ -145,6 +145,8 @@ def compiled(pattern: str) -> Pattern:
             tree = parser.parse(pattern)
         except (OverflowError, RecursionError) as error:
             raise UnsupportedPatternError(str(error)) from None
+    if _repeats_a_repeat(tree):
+        raise UnsupportedPatternError("it repeats a group that contains a repeat, which may take `re` exponential time")
     automaton = _build(tree, tree.state.flags)
     automaton.groups = tree.state.groups - 1
     return automaton
@@ -157,6 +159,27 @@ def _depth(pattern: str) -> int:
         depth += (character == "(") - (character == ")" and depth > 0)
         deepest = max(deepest, depth)
     return deepest
+
+
+def _repeats_a_repeat(tree: Any, *, inside: bool = False) -> bool:  # noqa: ANN401 - the parser's class has no public name
+    """Return whether an unbounded repeat contains another one: the shape on which PEFT, with `re`, may never end."""
+    for kind, argument in tree:
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            unbounded = argument[1] == op.MAXREPEAT
+            if (unbounded and inside) or _repeats_a_repeat(argument[2], inside=inside or unbounded):
+                return True
+        elif any(_repeats_a_repeat(part, inside=inside) for part in _parts(kind, argument)):
+            return True
+    return False
+
+
+def _parts(kind: Any, argument: Any) -> Sequence[Any]:  # noqa: ANN401 - the parser's constants
+    """Return the trees inside a node other than a repeat."""
+    if kind is op.BRANCH:
+        return argument[1]  # type: ignore[no-any-return] # the parser's list
+    if kind is op.SUBPATTERN:
+        return (argument[3],)
+    return (argument[1],) if kind in (op.ASSERT, op.ASSERT_NOT) else ()
 
 
 def _build(tree: Any, flags: int) -> Pattern:  # noqa: ANN401 - the parser's own class has no public name

@@ -53,8 +53,8 @@ def parse(program: Program, context: Context) -> Program:
     context's findings contain an error, the returned program must not be compiled.
 
     Args:
-        program: an opened program.
-        context: the adapter, and the base or None to read the adapter alone.
+        program: An opened program.
+        context: The adapter, and the base or None to read the adapter alone.
     """
     front_end, findings, structure = front_end_of(context.config), context.findings, context.structure
     settings = read_settings(

@@ -112,8 +112,8 @@ def check_prefix(raw_paths: Iterable[str], findings: Findings) -> bool:
     """Record paths without PEFT's prefix; return whether each module occurs once.
 
     Args:
-        raw_paths: raw module paths, all of which match the base.
-        findings: receives SC303, SC304 and SC306.
+        raw_paths: Raw module paths, all of which match the base.
+        findings: Receives SC303, SC304 and SC306.
     """
     raws = dict.fromkeys(raw_paths)
     bare = [raw for raw in raws if not raw.startswith(PREFIX)]

@@ -24,7 +24,10 @@ from scute_compile.passes.parse.patterns import Patterns, Value
 from scute_compile.passes.parse.settings import Bias, Rule, Settings
 from scute_compile.passes.parse.targets import some
 
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Prefixes of initialisations that train against a changed base. PEFT's conversion on saving writes `true` instead."""
+KEEPS_BASE = frozenset({"gaussian", "orthogonal", "eva", "mica", "true", "false"})
+"""Initialisations that leave the base as it is (PEFT `tuners/lora/layer.py`)."""
 
 
 class LoraSettings(Settings):
@@ -105,13 +108,13 @@ def _check_settings(checkpoint: Checkpoint, lora: LoraSettings) -> None:
             next="save it again with save_pretrained(..., path_initial_model_for_weight_conversion=...), which "
             "converts it to plain LoRA on the original base",
         )
-    elif init == "lora_ga":
-        checkpoint.findings.note(
+    elif isinstance(init, str) and init.lower() not in KEEPS_BASE:
+        checkpoint.findings.error(
             Code.SC206,
             where="init_lora_weights",
-            found="init_lora_weights = 'lora_ga'",
-            expected="the base that training started from, which lora_ga shifts unless it was converted",
-            next="served as plain LoRA on the given base, as PEFT loads it",
+            found=f"init_lora_weights = {init!r}, an unknown initialisation that may have changed the base",
+            expected=f"true, false, or one of {', '.join(sorted(KEEPS_BASE - {'true', 'false'}))}",
+            next="convert the adapter to plain LoRA when saving, after which PEFT writes true",
         )
     if lora.use_dora and lora.lora_bias:
         checkpoint.findings.error(

@@ -43,10 +43,10 @@ def find_root(
     """Match an adapter's modules to the base's layers.
 
     Args:
-        modules: the adapter's modules by raw path.
-        keys: all keys of the checkpoint.
-        known: the base.
-        findings: receives SC302 (nothing matches), SC303 (some modules don't) and SC304 (the prefix was changed).
+        modules: The adapter's modules by raw path.
+        keys: All keys of the checkpoint.
+        known: The base.
+        findings: Receives SC302 (nothing matches), SC303 (some modules don't) and SC304 (the prefix was changed).
 
     Returns:
         The root; when only some modules match, with those alone; None when none do.

@@ -96,11 +96,11 @@ def read_settings(
     """Validate the fields that `model` declares, and refuse other fields that are set.
 
     Args:
-        config: the content of `adapter_config.json`.
-        model: the fields that the method reads.
-        inert: fields that never change what the method computes.
-        rules: fields that may hold only certain values.
-        findings: receives SC203, SC205 and the rules' codes.
+        config: The content of `adapter_config.json`.
+        model: The fields that the method reads.
+        inert: Fields that never change what the method computes.
+        rules: Fields that may hold only certain values.
+        findings: Receives SC203, SC205 and the rules' codes.
 
     Returns:
         The fields, or None when one is malformed (recorded in `findings`).

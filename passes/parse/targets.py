@@ -83,12 +83,12 @@ def check_targets(
     """Record the differences between a configuration's targets and the modules with tensors.
 
     Args:
-        config: the adapter's configuration.
-        linears: paths of the base's linear layers inside the adapter's root, as the adapter names them.
-        heads: paths of its embeddings and output heads.
-        tensors: paths of the linear layers that have tensors.
-        keys: paths or keys of all tensors in the checkpoint, served or not.
-        findings: receives SC208 (a target without a module), SC310 (a module that is no target), SC315 (no targets)
+        config: The adapter's configuration.
+        linears: Paths of the base's linear layers inside the adapter's root, as the adapter names them.
+        heads: Paths of its embeddings and output heads.
+        tensors: Paths of the linear layers that have tensors.
+        keys: Paths or keys of all tensors in the checkpoint, served or not.
+        findings: Receives SC208 (a target without a module), SC310 (a module that is no target), SC315 (no targets)
             and SC319 (a target without tensors).
     """
     present, known = set(tensors), tuple(linears)

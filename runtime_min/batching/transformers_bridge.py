@@ -31,7 +31,7 @@ PROBE_TOKENS = 12
 """Length of the prompt that tests a model."""
 ALLOWED_ROUNDINGS = 16
 """Allowed mean difference of the probe's logits, in roundings of their standard deviation: another order of
-summation causes so much. A missing softcap or a wrong position causes more."""
+summation causes differences of this size. A missing softcap or a wrong position causes larger ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ def verify(
         artifact: The opened artifact, or its folder.
         adapter: The adapter that it was compiled from, or its folder.
         base: The base's folder, with weights. The caller checks that it is the base of the artifact.
-        tokens: Smallest number of random tokens, in four rows.
+        tokens: Number of random tokens, rounded up to four rows of equal length.
         base_dtype: The dtype that the base is stored in: float32, bfloat16 or float16; None for that of its config.
 
     Raises:

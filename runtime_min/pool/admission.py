@@ -73,7 +73,7 @@ def check_resident(name: str, resident: Container[str]) -> None:
 
 
 def check_new(name: str, known: Mapping[str, PackedAdapter]) -> None:
-    """Refuse a name that is taken (SC806), or that is not a non-empty string: None stands for the base (SC703)."""
+    """Refuse a name that is taken (SC806), or anything but a non-empty string, such as None for the base (SC703)."""
     if not isinstance(name, str) or not name:
         fail(
             Code.SC703,

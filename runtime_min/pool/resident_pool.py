@@ -233,7 +233,7 @@ class ResidentPool:
     def _swap_in_all(self, wanted: Sequence[str], swap_in: _SwapIn) -> None:
         """Move the missing adapters to the device by `swap_in`, and mark all as the most recently used."""
         missing, keep = [self._host[name] for name in wanted if name not in self._current], frozenset(wanted)
-        self._touch(wanted)  # moves them behind the adapters that may be evicted, which the search then finds first
+        self._touch(wanted)  # so that the search starts with the adapters that may be evicted
         if not missing:
             return
         try:

@@ -125,7 +125,7 @@ def plan_step(
     for row, adapter in enumerate(rows):
         by_adapter.setdefault(adapter, []).append(row)
     base_rows = by_adapter.pop(-1, [])
-    segments = [*by_adapter.items(), (-1, base_rows)]  # in the order of rows: ranks may have other adapter indices
+    segments = [*by_adapter.items(), (-1, base_rows)]  # by row: adapter indices may differ between ranks
     rotated = [row for row, adapter in enumerate(rows) if adapter >= 0 and facts[adapter].rotated]
     form, ranks = _prefill(segments, facts, len(rows)) if capacity.prefill else _decode(segments, facts, rows)
     regions: dict[str, Sequence[int]] = {

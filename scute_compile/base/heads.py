@@ -62,7 +62,7 @@ def tied_embedding(paths: Iterable[str]) -> str | None:
     """Return the embedding that a head without a tensor is tied to.
 
     Args:
-        paths: the embeddings in the base's checkpoint.
+        paths: The embeddings in the base's checkpoint.
 
     Returns:
         The only table of token embeddings; of an encoder and a decoder with one each, the shared table; otherwise None.

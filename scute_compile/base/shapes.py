@@ -82,11 +82,11 @@ def gated_shape(name: str, *, layers: int, hidden: int, kv: int, mlp: int) -> Mo
     """Return the shape of a Llama-like model.
 
     Args:
-        name: its name in messages.
-        layers: number of layers.
-        hidden: width of the model, and of all query heads together.
-        kv: width of all key heads together, and of all value heads.
-        mlp: width of the gated MLP.
+        name: Its name in messages.
+        layers: Number of layers.
+        hidden: Width of the model, and of all query heads together.
+        kv: Width of all key heads together, and of all value heads.
+        mlp: Width of the gated MLP.
     """
     rows = (
         ("q_proj", hidden, hidden, "qkv"),

@@ -51,8 +51,8 @@ def build_structure(config: Mapping[str, object], tensors: Mapping[str, Ref]) ->
     """Return the linear layers of a base.
 
     Args:
-        config: the content of its config.json; nested for multimodal models.
-        tensors: every tensor of the checkpoint by key: shapes as stored, no weights.
+        config: The content of its config.json; nested for multimodal models.
+        tensors: Every tensor of the checkpoint by key: shapes as stored, no weights.
     """
     keys = sorted(tensors)
     weights = {key.removesuffix(".weight"): ref for key, ref in tensors.items() if _is_matrix(key, ref)}

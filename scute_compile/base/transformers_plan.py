@@ -36,8 +36,8 @@ def config_default(model_type: str, field: str) -> int | None:
     """Return the default of a field that a config.json leaves out.
 
     Args:
-        model_type: the architecture.
-        field: one of `CONFIG_FIELDS`.
+        model_type: The architecture.
+        field: One of `CONFIG_FIELDS`.
 
     Returns:
         The value in the architecture's configuration class; None when the architecture is unknown, or the value is no

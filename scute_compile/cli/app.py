@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Every exception becomes a message.
 
     Args:
-        argv: the words after the program's name; None: those of the process.
+        argv: The words after the program's name; None: those of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):

@@ -33,8 +33,8 @@ def print_line(console: Console, *parts: str | tuple[str, str]) -> None:
     """Print a line of literal text: without markup, emoji and wrapping, with control characters escaped.
 
     Args:
-        console: where to print.
-        parts: texts, or pairs of a text and its style.
+        console: Where to print.
+        parts: Texts, or pairs of a text and its style.
     """
     console.print(literal(*parts), soft_wrap=True)
 
@@ -43,7 +43,7 @@ def literal(*parts: str | tuple[str, str]) -> Text:
     """Return literal text for a line or a table's cell: no markup, no emoji, control characters escaped.
 
     Args:
-        parts: texts, or pairs of a text and its style. Line breaks are kept.
+        parts: Texts, or pairs of a text and its style. Line breaks are kept.
     """
     from rich.text import Text
 

@@ -90,9 +90,9 @@ def by_layers(
     """Group items of equal key whose names differ only in numbers. Every item is in exactly one group.
 
     Args:
-        items: the items; groups are in the order of their first items.
-        name: returns an item's name.
-        key: returns what must be equal inside a group beside the name.
+        items: The items; groups are in the order of their first items.
+        name: Returns an item's name.
+        key: Returns what must be equal inside a group beside the name.
     """
     found: dict[tuple[str, Hashable], dict[Numbers, list[T]]] = defaultdict(lambda: defaultdict(list))
     for item in items:

@@ -32,8 +32,8 @@ def lines(findings: Sequence[Diagnostic], adapter: str = "") -> Iterator[str]:
     """Yield findings as text; of several findings of one code the first few and a count.
 
     Args:
-        findings: the findings of one adapter.
-        adapter: the adapter's path, for a call with several; each finding then names it.
+        findings: The findings of one adapter.
+        adapter: The adapter's path, for a call with several; each finding then names it.
     """
     for code in dict.fromkeys(finding.code for finding in findings):
         same = [finding for finding in findings if finding.code is code]

@@ -15,7 +15,7 @@ def progress_bars(*, hidden: bool) -> Iterator[Callable[[str, int, int], None] |
     """Give a function for `scute.compile(progress=...)` that draws bars on standard error, or None off a terminal.
 
     Args:
-        hidden: whether to draw no bars on a terminal either.
+        hidden: Whether to draw no bars on a terminal either.
     """
     if hidden or not sys.stderr.isatty():
         yield None

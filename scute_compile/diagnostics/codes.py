@@ -93,8 +93,9 @@ class Code(Enum):
     )
     SC206 = (
         "the initialisation changed the base",
-        "PiSSA, OLoRA, CorDA and LoftQ change the base weights when training starts. Applied to the original base as "
-        "plain LoRA, the adapter would not compute what was trained.",
+        "PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base weights when training starts, and an unknown "
+        "initialisation may. Applied to the original base as plain LoRA, the adapter would not compute what was "
+        "trained.",
     )
     SC207 = (
         "the scale is unknown",
@@ -109,8 +110,8 @@ class Code(Enum):
     SC209 = (
         "a pattern can't be matched in bounded time",
         "Patterns have the meaning that Python's `re` gives them, but an automaton of bounded size matches them, so no "
-        "pattern takes exponential time or memory. Back-references, atomic groups, possessive repeats and patterns "
-        "that expand to very many states are refused.",
+        "pattern takes exponential time or memory. Back-references, atomic groups, possessive repeats, repeats inside "
+        "repeated groups (on which PEFT itself may never end) and patterns of very many states are refused.",
         "replace the pattern with a list of module names",
     )
     SC210 = (

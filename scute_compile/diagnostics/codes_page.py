@@ -20,6 +20,8 @@ FAMILIES = {
 """First letters of a code -> the family's heading."""
 
 HEAD = """\
+<!-- written by python -m scute_compile.diagnostics.codes_page -->
+
 # Codes
 
 Every message of Scute has a code, a place, what was found, what was expected and what to do next. Codes are stable and
@@ -27,8 +29,6 @@ never reused, so scripts can rely on them (`--json` lists findings with their co
 
 An `error` refuses the adapter, and the command ends with status 1. A `note` informs about an adapter that is exact.
 Some codes occur as either. {usage} end a command with status 2.
-
-This page is written by `python -m scute_compile.diagnostics.codes_page > docs/errors.md`.
 """
 
 

@@ -94,11 +94,11 @@ def fail(code: Code, *, where: str, found: str, expected: str, next: str = "") -
     """Raise one error immediately, for faults after which nothing further can be checked.
 
     Args:
-        code: the kind of fault.
-        where: the site, key or file.
-        found: what is there.
-        expected: what should be there.
-        next: what to do about it; by default the code's next step.
+        code: The kind of fault.
+        where: The site, key or file.
+        found: What is there.
+        expected: What should be there.
+        next: What to do about it; by default the code's next step.
 
     Raises:
         ScuteError: always.

@@ -15,6 +15,8 @@ from scute_compile.ir.dtypes import DType
 from scute_compile.ir.target import LoraSharding, Target
 
 MAX_TP = 1024
+MOST = 10**9
+"""The most tenants, tokens and the like that an argument may ask for."""
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
@@ -46,7 +48,7 @@ def checked_target(target: Target) -> Target:
     """
     findings = Findings()
     _check_range(findings, MAX_TP, tp=target.tp)
-    _check_range(findings, None, tenants=target.workload.tenants, tokens=target.workload.tokens)
+    _check_range(findings, MOST, tenants=target.workload.tenants, tokens=target.workload.tokens)
     findings.raise_if_errors()
     return replace(
         target,
@@ -69,7 +71,7 @@ def requested(
     """
     findings = Findings()
     _check_range(findings, MAX_TP, tp=tp)
-    _check_range(findings, None, tenants=tenants, tokens=tokens)
+    _check_range(findings, MOST, tenants=tenants, tokens=tokens)
     findings.raise_if_errors()
     layout = None if lora_sharding is None else choice(LoraSharding, "lora_sharding", lora_sharding)
     return Requested(tp=tp, lora_sharding=layout, tenants=tenants, tokens=tokens)
@@ -79,10 +81,10 @@ def at_least_one(**number: int) -> int:
     """Return a number that must be positive, named as the argument: `at_least_one(tokens=64)`.
 
     Raises:
-        ScuteError: SC703 when it is below 1.
+        ScuteError: SC703 when it is below 1 or above `MOST`.
     """
     findings = Findings()
-    _check_range(findings, None, **number)
+    _check_range(findings, MOST, **number)
     findings.raise_if_errors()
     (value,) = number.values()
     return value
@@ -108,13 +110,24 @@ def choice(kind: type[Choice], name: str, value: str) -> Choice:
     return kind(value)
 
 
-def _check_range(findings: Findings, largest: int | None, **numbers: int | None) -> None:
+def shown(number: float) -> str:
+    """Return a number for a message; of one with very many digits their count.
+
+    >>> shown(0.5), shown(64), shown(10**30)
+    ('0.5', '64', 'a number of about 31 digits')
+    """
+    if isinstance(number, float) or abs(number) < 10**20:
+        return f"{number:g}" if isinstance(number, float) else str(number)
+    return f"a number of about {int(number.bit_length() * 0.30103) + 1} digits"
+
+
+def _check_range(findings: Findings, largest: int, **numbers: int | None) -> None:
     for name, value in numbers.items():
-        if value is not None and not 1 <= value <= (value if largest is None else largest):
+        if value is not None and not 1 <= value <= largest:
             findings.error(
                 Code.SC703,
                 where=name,
-                found=str(value),
-                expected="at least 1" if largest is None else f"1 to {largest}",
+                found=shown(value),
+                expected="at least 1" if value < 1 and largest == MOST else f"1 to {largest}",
                 next="pass a number in that range",
             )

@@ -42,9 +42,9 @@ def open_requested(source: str, base: str | None, requested: Requested) -> Artif
     """Open an artifact that must agree with the request.
 
     Args:
-        source: the artifact's folder.
-        base: the base that it must have been compiled for, a folder or a Hub id; None: any.
-        requested: the target that it must have been compiled for.
+        source: The artifact's folder.
+        base: The base that it must have been compiled for, a folder or a Hub id; None: any.
+        requested: The target that it must have been compiled for.
 
     Raises:
         ScuteError: SC6xx for a damaged artifact, SC608 for another base, SC801 and SC703 for another target.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scute_compile.base.scopes import model_type_of
 from scute_compile.base.structure import ModelStructure, build_structure
 from scute_compile.diagnostics import Code, fail
 from scute_compile.formats.base_checkpoint import BaseCheckpoint, open_base
@@ -15,6 +16,7 @@ from scute_compile.formats.safetensors import read_blocks
 from scute_compile.ir.dtypes import FORMATS
 from scute_compile.ir.expressions import Ref, Source
 
+LONGEST_MODEL_TYPE = 200
 BLOCK_VALUES = 1 << 20
 """Values per block in which two tensors are compared."""
 
@@ -58,8 +60,8 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
     """Open a base model and derive its structure. No weights are read.
 
     Args:
-        source: a folder or a Hub id.
-        weights: whether to download the weights of a base on the Hub (for compiling), or only their headers.
+        source: A folder or a Hub id.
+        weights: Whether to download the weights of a base on the Hub (for compiling), or only their headers.
 
     Raises:
         ScuteError: SC401 for an empty name, SC404 for a quantized base, and what `open_base` raises.
@@ -73,6 +75,13 @@ def open_model(source: str, *, weights: bool) -> OpenBase:
             next="name the base, or leave --base out to use the adapter's",
         )
     checkpoint = open_base(source, weights=weights)
+    if len(model_type := model_type_of(checkpoint.config)) > LONGEST_MODEL_TYPE:
+        fail(
+            Code.SC112,
+            where=source,
+            found=f"a model_type of {len(model_type)} characters",
+            expected=f"at most {LONGEST_MODEL_TYPE}",
+        )
     if checkpoint.quantized:
         fail(
             Code.SC404,

@@ -18,8 +18,8 @@ def check_paths(sources: Sequence[str], *, base: str | None, requested: Requeste
 
     Args:
         sources: PEFT folders, Hub ids and artifacts.
-        base: the base of all of them; None: the base that each adapter's configuration names, and none for artifacts.
-        requested: what to plan adapters for, and what artifacts must have been compiled for.
+        base: The base of all of them; None: the base that each adapter's configuration names, and none for artifacts.
+        requested: What to plan adapters for, and what artifacts must have been compiled for.
 
     Raises:
         ScuteError: SC4xx when the base can't be opened and it was given, or the call has one path.

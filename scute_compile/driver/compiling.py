@@ -34,11 +34,11 @@ def compile_adapters(
 
     Args:
         sources: PEFT folders or Hub ids.
-        base: the base of all of them; None: the base that each configuration names.
-        target: what to compile for.
-        store: the folder for artifacts and shared factors.
-        name: the artifact's name, for a call with one adapter; by default the folder's.
-        progress: called as weights are read and artifacts are written.
+        base: The base of all of them; None: the base that each configuration names.
+        target: What to compile for.
+        store: The folder for artifacts and shared factors.
+        name: The artifact's name, for a call with one adapter; by default the folder's.
+        progress: Called as weights are read and artifacts are written.
 
     Raises:
         ScuteError: SC703 for a name that can't be used, SC4xx when the base can't be opened and it was given or the

@@ -13,8 +13,8 @@ def needs(packages: str, *, command: str) -> Iterator[None]:
     """Turn a failed import into a finding.
 
     Args:
-        packages: what the command needs: `torch, transformers and peft`.
-        command: the command, for the finding.
+        packages: What the command needs: `torch, transformers and peft`.
+        command: The command, for the finding.
 
     Raises:
         ScuteError: SC701 when an import inside the block finds no such module.
@@ -27,5 +27,5 @@ def needs(packages: str, *, command: str) -> Iterator[None]:
             where=command,
             found=f"no module named {error.name!r}",
             expected=packages,
-            next=f"`pip install 'scute-compile[compile]'`, or {command} on another machine",
+            next=f"`pip install 'scute-compile[compile]'`, or run `scute {command}` on another machine",
         )

@@ -30,10 +30,10 @@ def compile_planned(
     """Pack planned adapters into a store, reading the base once for all of them.
 
     Args:
-        planned: adapters that were not refused.
-        base: the base that they were planned for.
-        store: the folder that artifacts and shared factors are written to.
-        advance: called with the kind of work (`base` or `adapters`), the amount done, and the total.
+        planned: Adapters that were not refused.
+        base: The base that they were planned for.
+        store: The folder that artifacts and shared factors are written to.
+        advance: Called with the kind of work (`base` or `adapters`), the amount done, and the total.
 
     Returns:
         For each adapter its artifact's folder, or the error that refused it.

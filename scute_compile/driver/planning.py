@@ -34,8 +34,8 @@ class Bases:
         """Open the base of an adapter.
 
         Args:
-            adapter: the opened adapter.
-            source: its path or Hub id, for findings.
+            adapter: The opened adapter.
+            source: Its path or Hub id, for findings.
 
         Raises:
             ScuteError: SC406 when neither the call nor the configuration names a base, and further SC4xx.
@@ -71,12 +71,12 @@ def plan_adapter(
     """Open an adapter and plan it against its base.
 
     Args:
-        source: a PEFT folder or a Hub id.
-        bases: the bases of the call.
-        target: what to compile for.
-        alone: whether it is the only adapter of the call: then a missing base ends the call, and is not a finding.
-        hash_files: whether the scan hashes the adapter's files as well.
-        name: the artifact's name; by default the folder's.
+        source: A PEFT folder or a Hub id.
+        bases: The bases of the call.
+        target: What to compile for.
+        alone: Whether it is the only adapter of the call: then a missing base ends the call, and is not a finding.
+        hash_files: Whether the scan hashes the adapter's files as well.
+        name: The artifact's name; by default the folder's.
 
     Returns:
         The planned adapter, refused or not, and its base; None for the base when the adapter could not be opened or

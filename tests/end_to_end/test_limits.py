@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import time
 from collections.abc import Callable, Mapping
@@ -12,8 +13,9 @@ import pytest
 
 from scute_compile.diagnostics import Code, Findings, Severity
 from scute_compile.diagnostics.diagnostic import LISTED
+from scute_compile.formats.manifest import manifest_digest
 from scute_compile.passes.parse.patterns import Patterns, full_match
-from tests.support.commands import scute
+from tests.support.commands import compiled, scute
 from tests.support.damage import CONFIG, ROOT, WEIGHTS
 
 Folder = Callable[[str], Path]
@@ -89,8 +91,9 @@ def test_full_names_as_targets_and_patterns_of_many_layers(base_folder: Folder, 
     base = write(tmp_path / "base", {f"{name}.weight": (4, 4) for name in names}, "model.safetensors")
     (base / "config.json").write_bytes((base_folder("llama") / "config.json").read_bytes())
     ranks, alphas = dict.fromkeys(names, 1), dict.fromkeys(names, 3.0)
-    shapes = factors(names, 4)
-    folder = write(tmp_path / "adapter", shapes, target_modules=names, rank_pattern=ranks, alpha_pattern=alphas)
+    folder = write(
+        tmp_path / "adapter", factors(names, 4), target_modules=names, rank_pattern=ranks, alpha_pattern=alphas
+    )
     assert [finding["code"] for finding in checked(folder, base)] == ["SC314"]
 
 
@@ -178,3 +181,77 @@ def test_plain_patterns_match_what_their_expressions_match(path: str) -> None:
     patterns = {key: number for number, key in enumerate([*keys, r"layers\.\d\.q_proj", "l.*j"])}
     expected = [key for key in patterns if full_match(rf"(.*\.)?({key})", path, where="test")]
     assert [key for key, _ in Patterns(patterns, where="test").matching(path)] == expected
+
+
+@pytest.mark.parametrize("number", ["9" * 26, "9" * 400, "9" * 5000])
+@pytest.mark.parametrize("option", ["--tenants", "--tokens", "--rank"])
+def test_numbers_of_many_digits_are_usage_errors(option: str, number: str) -> None:
+    ran = scute("cost", option, number, "--json")
+    assert ran.code == 2
+    assert {finding["code"] for finding in ran.answer["findings"]} == {"SC703"}
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_model_type_of_5000_characters_is_refused(weights: bool, base_folder: Folder, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(base_folder("llama"), base)
+    for file in () if weights else base.glob("*.safetensors*"):
+        file.unlink()
+    config = json.loads((base / "config.json").read_text()) | {"model_type": "x" * 5000}
+    (base / "config.json").write_text(json.dumps(config))
+    findings = checked(write(tmp_path / "adapter", FACTORS), base)
+    assert [finding["code"] for finding in findings] == ["SC112"]
+
+
+@pytest.mark.parametrize("place", ["live", "notes"])
+def test_a_manifest_with_a_cost_of_400_digits_is_refused(
+    place: str, pair: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    adapter, base = pair("vera", "llama")
+    artifact = compiled(adapter, base, tmp_path / "store")
+    file = artifact / "manifest.json"
+    fields = json.loads(file.read_text())
+    entries = fields["sites"][0]["live"] if place == "live" else fields["notes"]
+    next(entry for entry in entries if entry["candidates"])["candidates"][0][1] = 10**400
+    file.write_text(json.dumps({**fields, "digest": manifest_digest(fields)}))
+    for command in ("check", "inspect", "explain-folds"):
+        ran = scute(command, artifact, "--json")
+        assert ran.code == 1
+        assert '"SC601"' in ran.out
+
+
+@pytest.mark.parametrize("command", ["check", "inspect", "explain-folds"])
+def test_an_empty_tensor_with_a_huge_dimension_is_refused(command: str, base_folder: Folder, tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter", FACTORS)
+    shapes = {"A": [0, 2**62], "B": [64, 0], "E": [0, 1]}
+    header = {
+        f"{ROOT}model.layers.0.self_attn.q_proj.lora_{letter}": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        for letter, shape in shapes.items()
+    }
+    raw = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(raw)) + raw)
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "ADALORA", "init_r": 8, "target_modules": ["q_proj"]}))
+    ran = scute(command, folder, "--json", "--base", base_folder("llama"))
+    assert ran.code == 1
+    assert '"SC105"' in ran.out
+
+
+@pytest.mark.parametrize("length", [240, 255])
+def test_an_adapter_with_a_long_name_is_compiled(
+    length: int, pair: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    adapter, base = pair("lora", "llama")
+    shutil.copytree(adapter, tmp_path / ("n" * length))
+    artifact = compiled(tmp_path / ("n" * length), base, tmp_path / "store")
+    assert artifact.name == "n" * length
+
+
+def test_an_artifacts_name_that_is_too_long_is_named(
+    pair: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    adapter, base = pair("lora", "llama")
+    store = ("-o", tmp_path / "store", "--name", "n" * 256)
+    ran = scute("compile", adapter, "--base", base, *store, "--json")
+    assert '"SC607"' in ran.out
+    assert "256 bytes" in ran.out
+    assert not (tmp_path / "store").exists()

@@ -40,9 +40,9 @@ def spread_booleans() -> Iterator[None]:
         yield
 
 
-def assert_close(ours: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_close(computed: torch.Tensor, exact: torch.Tensor) -> None:
     """Compare two outputs row by row."""
-    error = (ours.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    error = (computed.double() - exact).norm(dim=1) / exact.norm(dim=1)
     assert error.max() < CLOSE, (int(error.argmax()), error.max())
 
 
@@ -53,14 +53,14 @@ def check_reference(step: Step, number: int, *, bias: bool = True) -> None:
 
 
 def check_repeats(*, prefill: bool) -> None:
-    """Results repeat to the bit."""
+    """Check that results repeat to the bit."""
     step = step_of((1, 5, None, 3), prefill=prefill)
     given = inputs(0, 4, bias=True)
     assert torch.equal(step.kernels(0, *given), step.kernels(0, *given))
 
 
 def check_smaller_after_larger(*, prefill: bool) -> None:
-    """A launch that serves every step serves a smaller one after a larger one."""
+    """Check a smaller step after a larger step, with launches that serve every step."""
     larger: Rows = (5, 6, 3, 1)
     buffers = step_of(larger, prefill=prefill, tokens=8).buffers
     for rows in (larger, (None, 6)):
@@ -68,13 +68,13 @@ def check_smaller_after_larger(*, prefill: bool) -> None:
 
 
 def by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A GEMM whose rows do not depend on how many there are."""
+    """Multiply row by row, so that a row does not depend on the number of rows."""
     y = torch.stack([row @ weight.T for row in x])
     return y if bias is None else y + bias
 
 
 def check_row_alone(monkeypatch: pytest.MonkeyPatch, *, prefill: bool) -> None:
-    """A row does not depend on the rest of the batch."""
+    """Check that a row does not depend on the rest of the batch."""
     monkeypatch.setattr(torch.nn.functional, "linear", by_row)
     rows = (3, 1, None, 5, 0, 6, 1)
     x, weight, bias = inputs(0, len(rows), bias=True)
@@ -98,7 +98,7 @@ CARRIERS = {field: 5 if field in (Field.D_OFFSET, Field.E_OFFSET) else 1 for fie
 
 
 def check_slot(field: Field, *, prefill: bool) -> None:
-    """Without the slot of a field, the output of the rows that have it changes, and of no other row."""
+    """Check that removing the slot of a field changes the output of the rows that have it, and of no other row."""
     rows = (CARRIERS[field], None, 0 if field is not Field.RANK else 2)
     step = step_of(rows, prefill=prefill)
     directory = step.tables.directory.clone()
@@ -116,5 +116,5 @@ def check_slot(field: Field, *, prefill: bool) -> None:
 
 @cache
 def whole(rows: Rows, *, prefill: bool) -> torch.Tensor:
-    """The kernels' output of a step with all slots, without a bias."""
+    """Return the kernels' output of a step with all slots, without a bias."""
     return step_of(rows, prefill=prefill).kernels(0, *inputs(0, len(rows), bias=False))

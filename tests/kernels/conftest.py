@@ -1,6 +1,6 @@
 """The kernels' tests run under Triton's interpreter, in float32, in buffers that hold NaN until they are written.
 
-So a value that is read too early, or never written, shows. `tests/conftest.py` selects the interpreter.
+A value that is read too early, or never written, is therefore detected. `tests/conftest.py` selects the interpreter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def interpreted() -> Iterator[None]:
-    """Run a test in the interpreter; where kernels are compiled instead, skip it and name the command that runs it."""
+    """Run a test in the interpreter; if kernels are compiled instead, skip it with the command that runs it."""
     from tests.kernels.checks import spread_booleans
 
     pytest.importorskip("triton", reason="Triton is released for Linux only")

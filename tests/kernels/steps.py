@@ -59,12 +59,12 @@ ADAPTERS = (
     "oft-wide",
 )
 ROWS: Rows = (0, 1, None, 2, 3, 5, 4, 7, 6, 8, 0, 9, 10, 5, 11, 0)
-"""Rows of one adapter are apart, and three of them are two segments of a decode step."""
+"""The rows of one adapter are not adjacent."""
 
 
 @cache
 def factors() -> tuple[PackedFactor, PackedFactor]:
-    """Shared factors as wide as the widest site."""
+    """Return shared factors as wide as the widest site."""
     generator = torch.Generator().manual_seed(1)
     a = torch.randn(PAIR_RANK, 520, generator=generator) / 520**0.5
     b = torch.randn(PAIR_RANK, 64, generator=generator)
@@ -73,14 +73,14 @@ def factors() -> tuple[PackedFactor, PackedFactor]:
 
 
 def pair(site: DirectoryEntry) -> PairWindow:
-    """The columns that a site uses; some do not start at the first, as on the ranks of a tensor-parallel model."""
+    """Return the columns that a site uses; some do not start at column 0, as on tensor-parallel ranks."""
     a, b = factors()
     column_a, column_b = {"0.0": (16, 0), "0.1": (16, 8), "0.2": (16, 32)}.get(site.name, (0, 0))
     return PairWindow(a=window_of(a, torch.float32, column=column_a), b=window_of(b, torch.float32, column=column_b))
 
 
 def content(adapter: str, site: DirectoryEntry, generator: torch.Generator) -> SiteContent:
-    """One site's tensors, by the adapter's name."""
+    """Return an adapter's tensors at one site; its name gives the method."""
 
     def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * scale
@@ -106,7 +106,7 @@ def content(adapter: str, site: DirectoryEntry, generator: torch.Generator) -> S
 
 @cache
 def pool() -> ResidentPool:
-    """All adapters, in pages that held NaN before."""
+    """Return a pool with all adapters, in pages that held NaN before."""
     made = ResidentPool(
         SITES, num_pages=400, max_adapters=16, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=2
     )
@@ -123,7 +123,7 @@ def pool() -> ResidentPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """One step over one GEMM, for kernels and reference alike."""
+    """One step over one GEMM, for the kernels and the reference."""
 
     rows: Rows
     buffers: StepBuffers
@@ -131,13 +131,13 @@ class Step:
     tables: PoolTensors
 
     def kernels(self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The kernels' output for the GEMM of this number."""
+        """Return the kernels' output for the GEMM of this number."""
         from scute_compile.runtime_min.step.launch import adapted_linear
 
         return adapted_linear(x, weight, bias, self.tables, self.buffers, gemm_of(number), self.features)
 
     def reference(self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The reference's output, in float64."""
+        """Return the reference's output, in float64."""
         tables = self.tables
         out: torch.Tensor = by_reference(
             x.double(),
@@ -157,14 +157,14 @@ class Step:
 
 
 def gemm_of(number: int) -> Gemm:
-    """The sites of the GEMM of this number."""
+    """Return the sites of the GEMM of this number."""
     return Gemm(first_site=sum(len(widths) for _, widths in GEMMS[:number]), widths=GEMMS[number][1])
 
 
 def step_of(
     rows: Rows, *, prefill: bool, fixed: bool = False, buffers: StepBuffers | None = None, tokens: int | None = None
 ) -> Step:
-    """Plan a step on the pool's adapters, in given buffers or in new ones for so many tokens."""
+    """Plan a step on the pool's adapters, in the given buffers or in new buffers for `tokens` tokens."""
     resident = pool()
     indices = {number: resident.resident[name] for number, name in enumerate(ADAPTERS)}
     if buffers is None:
@@ -188,7 +188,7 @@ def step_of(
 
 
 def site_of(step: Step, row: int, number: int, part: int) -> SiteTensors | None:
-    """The tensors of a row's adapter at one slice of a GEMM; None where it has none."""
+    """Return the tensors of a row's adapter at one slice of a GEMM; None where it has none."""
     adapter, (k, widths) = step.rows[row], GEMMS[number]
     if adapter is None:
         return None
@@ -197,13 +197,13 @@ def site_of(step: Step, row: int, number: int, part: int) -> SiteTensors | None:
 
 
 def term_of(step: Step, row: int, number: int, part: int) -> TermTensors | None:
-    """The low-rank term of a row's adapter at one slice of a GEMM; None where it has none."""
+    """Return the low-rank term of a row's adapter at one slice of a GEMM; None where it has none."""
     site = site_of(step, row, number, part)
     return site.terms[0] if site is not None and site.terms else None
 
 
 def check_delta_rows(kernel: Rotation, step: Step, number: int) -> None:
-    """Compare a rotation's output with a copy of x and the reference's delta rows, zeros at sites without R."""
+    """Compare a rotation's output with a copy of x and the reference's delta rows: zeros at sites without R."""
     x, *_ = inputs(number, len(step.rows), bias=False)
     slices = len(GEMMS[number][1])
     out = kernel(x, step.tables, step.buffers, gemm_of(number), step.features)
@@ -222,7 +222,7 @@ def check_delta_rows(kernel: Rotation, step: Step, number: int) -> None:
 
 
 def inputs(number: int, rows: int, *, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Input, weight and bias of one GEMM; row i is the same whatever the number of rows."""
+    """Return input, weight and bias of one GEMM; row i does not depend on the number of rows."""
     k, widths = GEMMS[number]
     generator = torch.Generator().manual_seed(number)
     weight = torch.randn(sum(widths), k, generator=generator) * k**-0.5

@@ -1,7 +1,7 @@
 """The kernels of several ranks with fully sharded terms, against PEFT.
 
-Ranks are processes over gloo, which inherit the choice of the interpreter. As in the other tests of kernels, buffers
-hold NaN until they are written, and K is cut into several runs.
+Ranks are processes over gloo, which inherit the choice of Triton's interpreter. As in the other tests of kernels,
+buffers hold NaN until they are written, and K is cut into several runs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def answers(base: Path, store: Path, recipes: Sequence[str], ids: torch.Tensor, 
 
 @pytest.fixture
 def store(base_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str, int], None]:
-    """Write every adapter for a base, on only one of its layers since the interpreter is slow, and compile it."""
+    """Return a function that writes and compiles every adapter for a base, on one layer only, for speed."""
     from tests.support.adapters import lora, vera, write_config
     from tests.support.bases import BASES
 
@@ -115,7 +115,7 @@ def store(base_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str, 
     ],
     ids=["as for a graph", "decode", "prefill"],
 )
-def test_kernels_of_several_ranks_answer_what_peft_answers(
+def test_kernels_of_several_ranks_match_peft(
     base: str,
     tp: int,
     recipes: Sequence[str],
@@ -136,5 +136,5 @@ def test_kernels_of_several_ranks_answer_what_peft_answers(
     assert (ranks[0]["out"][-1] - plain[-1]).abs().max() < 1e-4
     for row, recipe in enumerate(recipes):
         chosen = Compiled(adapter=tmp_path / recipe, base=where, artifact=tmp_path / "store" / recipe)
-        theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
-        assert relative_error(ranks[0]["out"][row], theirs, plain[row]) < FLOAT32, recipe
+        expected = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
+        assert relative_error(ranks[0]["out"][row], expected, plain[row]) < FLOAT32, recipe

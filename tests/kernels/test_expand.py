@@ -1,4 +1,4 @@
-"""The decode expand, and with it whole adapted layers in the decode form."""
+"""The decode expand, tested in whole adapted layers in the decode form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kernels.steps import ROWS, Rows, step_of
 
 
 @pytest.mark.parametrize(("number", "bias"), [(0, True), (1, False)])
-def test_the_decode_kernels_are_the_reference(number: int, bias: bool) -> None:
+def test_the_decode_kernels_match_the_reference(number: int, bias: bool) -> None:
     check_reference(step_of(ROWS, prefill=False), number, bias=bias)
 
 
@@ -25,11 +25,11 @@ def test_results_repeat_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("rows", [(None, None), (2,), (5, None), (3, 4)])
-def test_steps_with_one_kind_of_adapter_only(rows: Rows) -> None:
+def test_steps_with_one_kind_of_adapter_match_the_reference(rows: Rows) -> None:
     check_reference(step_of(rows, prefill=False), 0)
 
 
-def test_a_launch_for_every_step_serves_a_smaller_one_after_a_larger_one() -> None:
+def test_a_smaller_step_after_a_larger_one_matches_the_reference() -> None:
     check_smaller_after_larger(prefill=False)
 
 

@@ -1,4 +1,4 @@
-"""Padded calls of an engine, whose form and launches are the same for every mix, by kernels."""
+"""Padded calls of an engine run the same kernels for every mix of adapters."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_padded_steps_of_an_engine_have_one_form_for_every_mix(fixed: bool, bias
         steps.write(names)
         buffers, features = steps.arguments_for(padded, fixed=fixed)
         assert features.prefill == (padded > 8)
-        ours = adapted_output(x, product, added, tables, buffers, gemm, features)
+        computed = adapted_output(x, product, added, tables, buffers, gemm, features)
         exact = reference(x.double(), product, tables, buffers, gemm)
-        assert_close(ours[: len(rows)], exact[: len(rows)])
+        assert_close(computed[: len(rows)], exact[: len(rows)])
     steps.release()
 
 

@@ -1,4 +1,4 @@
-"""Paging: the device functions with which kernels read adapters, each by a small kernel that stores what it reads."""
+"""The device functions that read paged adapters, each called by a small kernel that stores what it reads."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.kernels.steps import GEMMS, ROWS, Rows, check_delta_rows, gemm_of, in
 
 
 @pytest.mark.parametrize(("number", "bias"), [(0, True), (1, False)])
-def test_the_prefill_kernels_are_the_reference(number: int, bias: bool) -> None:
+def test_the_prefill_kernels_match_the_reference(number: int, bias: bool) -> None:
     check_reference(step_of(ROWS, prefill=True), number, bias=bias)
 
 
@@ -29,15 +29,15 @@ def test_the_shrink_writes_the_scaled_entries_of_every_term(number: int) -> None
 
     step = step_of(ROWS, prefill=True)
     x, *_ = inputs(number, len(ROWS), bias=False)
-    held = launch.empty_intermediates(x, gemm_of(number), step.buffers, step.features)
-    launch_prefill.shrink(x, held, step.tables, step.buffers, gemm_of(number), step.features)
+    intermediates = launch.empty_intermediates(x, gemm_of(number), step.buffers, step.features)
+    launch_prefill.shrink(x, intermediates, step.tables, step.buffers, gemm_of(number), step.features)
     starts = step.buffers.region("row_h").tolist()
     checked = set()
     for row in range(len(ROWS)):
         for part in range(len(GEMMS[number][1])):
             term = term_of(step, row, number, part)
             if term is not None:
-                entries = held.h[0, part, starts[row] : starts[row] + len(term.a)]
+                entries = intermediates.h[0, part, starts[row] : starts[row] + len(term.a)]
                 d = None if term.d is None else term.d.double()
                 assert_close(entries[None], reference(x[row][None].double(), term.a.double(), d))
                 checked.add(d is None)
@@ -45,7 +45,7 @@ def test_the_shrink_writes_the_scaled_entries_of_every_term(number: int) -> None
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_delta_rows_are_the_reference_below_a_copy_of_x(number: int) -> None:
+def test_delta_rows_match_the_reference(number: int) -> None:
     from scute_compile.runtime_min.step import launch_prefill
 
     check_delta_rows(launch_prefill.rotate, step_of(ROWS, prefill=True), number)
@@ -55,16 +55,16 @@ def test_results_repeat_to_the_bit() -> None:
     check_repeats(prefill=True)
 
 
-def test_more_tokens_of_one_adapter_than_a_tile_holds() -> None:
+def test_more_tokens_than_a_tile_holds_match_the_reference() -> None:
     check_reference(step_of((*(1,) * 70, 6, None, 3), prefill=True), 0)
 
 
 @pytest.mark.parametrize("rows", [(None, None), (2,), (5, None), (3, 4)])
-def test_steps_with_one_kind_of_adapter_only(rows: Rows) -> None:
+def test_steps_with_one_kind_of_adapter_match_the_reference(rows: Rows) -> None:
     check_reference(step_of(rows, prefill=True), 0)
 
 
-def test_a_launch_for_every_step_serves_a_smaller_one_after_a_larger_one() -> None:
+def test_a_smaller_step_after_a_larger_one_matches_the_reference() -> None:
     check_smaller_after_larger(prefill=True)
 
 

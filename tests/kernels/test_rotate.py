@@ -13,13 +13,13 @@ from tests.kernels.steps import ROWS, check_delta_rows, inputs, step_of
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_delta_rows_are_the_reference_below_a_copy_of_x(number: int) -> None:
+def test_delta_rows_match_the_reference(number: int) -> None:
     from scute_compile.runtime_min.step import launch_decode
 
     check_delta_rows(launch_decode.rotate, step_of(ROWS, prefill=False), number)
 
 
-def test_blocks_that_are_no_whole_granules_go_entry_by_entry() -> None:
+def test_blocks_that_do_not_fill_granules_are_read_entry_by_entry() -> None:
     step = step_of((3, 9, 4), prefill=False)
     step = replace(step, features=replace(step.features, whole_granules=False))
     check_reference(step, 0, bias=False)

@@ -16,19 +16,19 @@ from tests.kernels.steps import GEMMS, ROWS, gemm_of, inputs, step_of, term_of
 
 @cache
 def shrunk(number: int) -> Intermediates:
-    """What the shrink writes for the inputs of one GEMM."""
+    """Return what the shrink writes for the inputs of one GEMM."""
     from scute_compile.runtime_min.step import launch, launch_decode
 
     step = step_of(ROWS, prefill=False)
     x, *_ = inputs(number, len(ROWS), bias=False)
-    held = launch.empty_intermediates(x, gemm_of(number), step.buffers, step.features)
-    launch_decode.shrink(x, held, step.tables, step.buffers, gemm_of(number), step.features)
-    return held
+    intermediates = launch.empty_intermediates(x, gemm_of(number), step.buffers, step.features)
+    launch_decode.shrink(x, intermediates, step.tables, step.buffers, gemm_of(number), step.features)
+    return intermediates
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_runs_of_k_add_up_to_the_entries_of_owned_terms(number: int) -> None:
-    step, held = step_of(ROWS, prefill=False), shrunk(number)
+    step, intermediates = step_of(ROWS, prefill=False), shrunk(number)
     x, *_ = inputs(number, len(ROWS), bias=False)
     items = step.buffers.region("work").view(-1, 4)[: step.features.programs].tolist()
     starts = {row: start for _, row, start, _ in items}
@@ -37,7 +37,7 @@ def test_runs_of_k_add_up_to_the_entries_of_owned_terms(number: int) -> None:
         for part in range(len(GEMMS[number][1])):
             term = term_of(step, row, number, part)
             if term is not None:
-                entries = held.h[:, part, start : start + len(term.a)].sum(0)
+                entries = intermediates.h[:, part, start : start + len(term.a)].sum(0)
                 assert_close(entries[None], reference(x[row][None].double(), term.a.double()))
                 checked += 1
     assert checked >= len(starts)
@@ -45,7 +45,7 @@ def test_runs_of_k_add_up_to_the_entries_of_owned_terms(number: int) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_runs_of_k_add_up_to_the_scaled_entries_of_shared_pairs(number: int) -> None:
-    step, held = step_of(ROWS, prefill=False), shrunk(number)
+    step, intermediates = step_of(ROWS, prefill=False), shrunk(number)
     x, *_ = inputs(number, len(ROWS), bias=False)
     rows = [row for row, adapter in enumerate(ROWS) if adapter in (5, 6)]
     for place, row in enumerate(step.buffers.region("pair_rows")[: len(rows)].tolist()):
@@ -53,13 +53,13 @@ def test_runs_of_k_add_up_to_the_scaled_entries_of_shared_pairs(number: int) -> 
             term = term_of(step, row, number, part)
             assert term is not None
             assert term.d is not None
-            entries = held.hs[part, :, place].sum(0)
+            entries = intermediates.hs[part, :, place].sum(0)
             exact = reference(x[row][None].double(), term.a.double(), term.d.double())
             assert_close(entries[None, : len(term.a)], exact)
             assert not entries[len(term.a) :].any(), "the expand loads whole blocks"
 
 
-def test_more_rows_of_a_shared_pair_than_a_block_holds() -> None:
+def test_more_rows_of_a_pair_than_a_block_holds_match_the_reference() -> None:
     rows = (*(5, 6) * 8, 5, None)
     check_reference(step_of(rows, prefill=False), 1)
 

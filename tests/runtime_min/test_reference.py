@@ -1,4 +1,4 @@
-"""The reference operations against the formula itself, in float64, and what they promise about rounding."""
+"""The reference operations equal the formula in float64, and round as documented."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ FULL = SiteTensors(
 
 def formula(slots: SiteTensors, x: torch.Tensor = X) -> torch.Tensor:
     """`((x R) W + beta) * s + b + sum_k ((((x A_k) * d_k) B_k) * e_k)`, with every slot spelled out."""
-    turn = torch.eye(INPUTS, dtype=torch.float64)
+    rotation = torch.eye(INPUTS, dtype=torch.float64)
     if slots.delta is not None:
         blocks = [torch.diag(slots.delta)] if slots.delta.ndim == 1 else list(slots.delta)
-        turn = turn + torch.block_diag(*blocks)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        rotation = rotation + torch.block_diag(*blocks)  # type: ignore[no-untyped-call] # PyTorch does not annotate it
     s = 1 if slots.ds is None else 1 + slots.ds
-    out = ((x @ turn) @ W + BETA) * s + (0 if slots.b is None else slots.b)
+    out = ((x @ rotation) @ W + BETA) * s + (0 if slots.b is None else slots.b)
     for term in slots.terms:
         d, e = (1 if v is None else v for v in (term.d, term.e))
         out = out + (((x @ term.a.T) * d) @ term.b) * e
@@ -103,8 +103,8 @@ def test_any_number_of_leading_dimensions_is_the_same_as_rows() -> None:
 
 def test_terms_read_the_input_that_is_not_rotated() -> None:
     only = SiteTensors(rotation=RotationKind.BLOCKS, delta=BLOCKS, terms=FULL.terms)
-    turned = X + rotate(X, BLOCKS, RotationKind.BLOCKS)
-    wrong = add_terms(turned @ W + BETA, turned, FULL.terms)
+    rotated = X + rotate(X, BLOCKS, RotationKind.BLOCKS)
+    wrong = add_terms(rotated @ W + BETA, rotated, FULL.terms)
     assert (computed(only) - formula(only)).abs().max() < CLOSE
     assert (wrong - formula(only)).abs().max() > 0.1
 

@@ -24,7 +24,7 @@ SMOLLM2 = "SCUTE_TEST_SMOLLM2"
 
 @pytest.fixture(scope="session")
 def engines(shared_folder: Path) -> Iterator[Engines]:
-    """Starts engines from a process that has imported vLLM, the same for every worker."""
+    """Start engines from a process that has imported vLLM; all workers of a run share it."""
     with connected(shared_folder) as forks:
         yield Engines(forks=forks, logs=shared_folder / "logs")
 
@@ -53,7 +53,7 @@ def smollm2(shared_folder: Path) -> Tenants:
 
 
 PROCESSES: Mapping[str, Mapping[str, str]] = {"in several": SEVERAL_PROCESSES, "in one process": {}}
-"""Engines as they are served, and as they are debugged; the engines of most files run in one process."""
+"""Settings of engines in several processes, as in production, and in one process, as most tests run them."""
 LONG = "SCUTE_TEST_LONG"
 
 

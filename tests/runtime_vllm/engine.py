@@ -1,4 +1,4 @@
-"""Starts engines, each in a process of its own, and talks to them."""
+"""Starts engines, each in a separate process, and sends commands to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.runtime_vllm.engine_forks import STARTING, Fork, Forks
 
 PATIENCE = 180.0
 """Seconds that an answer may take; on two idle cores it is less than one."""
-MOST_STARTS = 4
+MAX_STARTS = 4
 SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 OPTIONS: Mapping[str, object] = {
     "skip_tokenizer_init": True,
@@ -38,7 +38,7 @@ class RefusedError(Exception):
     """A refusal of the engine, with the text that a user would read."""
 
     def __init__(self, text: str, *, left: int = 0) -> None:
-        """Take the text, and how many requests of the call the engine still has."""
+        """Store the text, and the number of requests of the call that the engine still has."""
         super().__init__(text)
         self.left = left
 
@@ -87,17 +87,17 @@ class Answer:
 
 
 class Engine:
-    """One engine; if a command hangs or ends it, it is started again, a few times at most."""
+    """One engine; if a command hangs or ends it, it is started again, up to `MAX_STARTS` times."""
 
     def __init__(self, forks: Forks, options: Mapping[str, object], settings: Mapping[str, str], log: Path) -> None:
-        """Start it."""
+        """Start the engine."""
         self._forks, self._options, self._settings, self._log = forks, options, settings, log
         self._starts = 0
         self._fork: Fork | None = None
         self._start()
 
     def _start(self) -> None:
-        assert self._starts < MOST_STARTS, "the engine was lost too often; see the tests before this one"
+        assert self._starts < MAX_STARTS, "the engine ended too often; see the tests before this one"
         self._starts += 1
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.touch()
@@ -142,8 +142,8 @@ class Engine:
     def generate(self, rows: Sequence[Row], *, tokens: int = 8, partly: bool = False) -> tuple[Answer, ...]:
         """Answer all rows in one batch with the most likely tokens.
 
-        With several processes, a refused request ends without tokens, and the log has the reason. That is raised as
-        well, unless `partly` asks for the answers to the other rows.
+        With several processes, a refused request ends without tokens, and the log has the reason. That is raised
+        too, unless `partly` is set, which returns the answers to the other rows.
         """
         written = len(self.log)
         answers = _answers(rows, self.ask("generate", rows=[asdict(row) for row in rows], tokens=tokens))
@@ -231,7 +231,7 @@ class Engines:
         """Start an engine on a base.
 
         Args:
-            name: Of its log.
+            name: Name of its log.
             model: The base's folder.
             settings: Environment variables.
             options: Arguments of `vllm.LLM` that differ from `OPTIONS`.

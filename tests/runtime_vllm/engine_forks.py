@@ -1,7 +1,7 @@
 """Imports vLLM once per session and forks an engine process from it on request; all workers of a test run share it.
 
-`python engine_forks.py ADDRESS` listens at an abstract Unix address and ends when the last client has left. A client
-sends one message per engine, `{"options", "settings", "log"}`, with a socket over which it then talks to that engine.
+`python engine_forks.py ADDRESS` listens at an abstract Unix address and ends when the last client has disconnected. A
+client sends one message per engine, `{"options", "settings", "log"}`, with a socket that connects it to that engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRELOADED = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
-"""What engines and the server import beside `vllm.LLM`."""
+"""Modules that engines and the server import besides `vllm.LLM`."""
 MESSAGE = 1 << 20
 
 
@@ -52,11 +52,11 @@ class Forks:
 
     def start(self, *, settings: Mapping[str, str], log: Path, **arguments: object) -> Fork:
         """Start an engine or a server; the arguments are those of `engine_program.run`."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        kept, sent = socket.socketpair()
+        with sent:
             message = {"settings": settings, "log": str(log), **arguments}
-            socket.send_fds(self._connection, [json.dumps(message).encode()], [theirs.fileno()])
-        fork = Fork(ours)
+            socket.send_fds(self._connection, [json.dumps(message).encode()], [sent.fileno()])
+        fork = Fork(kept)
         fork.pid = int(fork.line(STARTING))
         return fork
 
@@ -69,7 +69,7 @@ class Fork:
         self.pid = 0
 
     def line(self, patience: float) -> str:
-        """Return the next line of its answers; `EOFError` where it has ended, `TimeoutError` where it hangs."""
+        """Return the next line of its answers. Raises `EOFError` if it has ended, `TimeoutError` if it hangs."""
         self._connection.settimeout(patience)
         while b"\n" not in self._rest:
             part = self._connection.recv(MESSAGE)
@@ -85,7 +85,7 @@ class Fork:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended, which it has if its end of the connection is closed."""
+        """Whether the process has ended, which closes its end of the connection."""
         self._connection.settimeout(0)
         try:
             return not self._connection.recv(1, socket.MSG_PEEK)
@@ -95,7 +95,7 @@ class Fork:
             return True
 
     def end(self, patience: float) -> None:
-        """Let it end by itself, for as long as the patience lasts, and kill what is left of its processes."""
+        """Wait up to `patience` seconds for the process to end, then kill its remaining processes."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
             self._connection.settimeout(patience)
@@ -147,13 +147,13 @@ def _start(connection: socket.socket, address: str, log: Path) -> None:
 
 
 def serve(address: str) -> None:
-    """Fork an engine per message until every client has left."""
+    """Fork an engine per message until every client has disconnected."""
     engine_program = importlib.import_module("engine_program")
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is imported is never garbage, and engines collect several times while they start
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # engines end unobserved
+    gc.freeze()  # imported objects are never garbage, and engines collect several times while they start
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended engines need no wait
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(f"\0{address}")
         listening.listen()
@@ -179,4 +179,4 @@ def serve(address: str) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     serve(sys.argv[1])
-    os._exit(0)  # the interpreter takes seconds to take vLLM apart
+    os._exit(0)  # unloading vLLM takes seconds

@@ -33,7 +33,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 Json = Any
 STEPS = 100
-"""More than any request of the tests needs."""
+"""More steps than any request of the tests needs."""
 
 
 def _in_one_process() -> bool:
@@ -182,7 +182,7 @@ class Commands:
         if not hasattr(adds, "calls"):
 
             def counted(*args: Json, **named: Json) -> Json:
-                counted.calls += 1  # type: ignore[attr-defined] # a function's own
+                counted.calls += 1  # type: ignore[attr-defined] # an attribute of the function
                 return adds(*args, **named)
 
             punica.add_lora_logits = counted
@@ -197,7 +197,7 @@ class Commands:
         head.lora_b_stacked.fill_(torch.nan)
 
     def logits_equal_the_bases(self, rows: int) -> bool:
-        """Whether the engine's logits of random rows equal, bit for bit, those that it computes without LoRA."""
+        """Return whether the engine's logits of random rows equal, bit for bit, its logits without LoRA."""
         runner = self._runner()
         model = runner.get_model()
         hidden = torch.randn(rows, model.config.hidden_size, dtype=runner.dtype)
@@ -216,7 +216,7 @@ class Commands:
     def graphs(self, rows: list[Json], tokens: int) -> Json:
         """Answer rows as a GPU would; returns the number of active adapters of each step's graph.
 
-        Also those of the graphs of the largest size, in the order of their capture.
+        Returns the same for the graphs of the largest size, in the order of their capture.
         """
         dispatcher, chosen = self._runner().cudagraph_dispatcher, []
         config = dispatcher.compilation_config
@@ -246,7 +246,8 @@ class Commands:
     def left(self) -> int:
         """Remove the requests that a refused call has left in the engine, and return their number.
 
-        With such a request the next call would not return. With several processes it is 0: a step would wait for them.
+        With such a request the next call would not return. With several processes it is 0, since a
+        step would wait for the requests.
         """
         engine = self.llm.llm_engine
         for _ in range(STEPS if _in_one_process() else 0):
@@ -284,9 +285,9 @@ def run(connection: socket.socket, *, settings: Mapping[str, str], log: str, **a
 
     Args:
         connection: An engine reads commands from it, and answers on it until it is closed. The first line is the id of
-            the process, which holds it until the process ends.
+            the process, which keeps the socket open until it ends.
         settings: Environment variables.
-        log: A file that takes what the processes write.
+        log: The file that receives the output of the processes.
         arguments: `options`, those of `vllm.LLM` and `logprobs`, or `command_line`, that of vLLM's OpenAI server.
     """
     os.setsid()
@@ -307,7 +308,7 @@ def run(connection: socket.socket, *, settings: Mapping[str, str], log: str, **a
     except Exception:  # noqa: BLE001 - written to the log, since nothing else can report it
         traceback.print_exc()
     finally:
-        os._exit(0)  # never into the code of the process that was forked
+        os._exit(0)  # never return into the code of the forking process
 
 
 def _run_engine(connection: socket.socket, options: Json) -> None:
@@ -325,7 +326,7 @@ def _run_engine(connection: socket.socket, options: Json) -> None:
 
 
 def _fork_processes() -> None:
-    """Let vLLM fork its other processes from this one, in which everything is imported; on CPUs it would spawn them."""
+    """Make vLLM fork its other processes from this process, which has imported everything; on CPUs it spawns them."""
     get_context = multiprocessing.get_context
 
     def forking(method: str | None = None) -> Json:

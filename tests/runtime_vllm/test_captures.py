@@ -28,7 +28,7 @@ def test_all_blocks_of_a_model_compile_to_the_same_code(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16])
-def test_a_captured_graph_for_adapters_holds_them_and_one_for_the_base_does_not(tokens: int, engine: Engine) -> None:
+def test_captured_graphs_hold_adapters_except_those_of_the_base(tokens: int, engine: Engine) -> None:
     for stand_ins in (MAX_LORAS + 1, 0, 1):  # as vLLM captures: for any number of adapters, for none, for one
         adapted, rehearsed = engine.ask("rehearse", tokens=tokens, adapters=stand_ins)
         assert adapted == (stand_ins > 0)
@@ -36,7 +36,7 @@ def test_a_captured_graph_for_adapters_holds_them_and_one_for_the_base_does_not(
     assert not engine.ask("end_of_rehearsals")
 
 
-def test_steps_after_captures_are_ordinary_ones(engine: Engine, llama: Tenants) -> None:
+def test_steps_after_captures_equal_peft(engine: Engine, llama: Tenants) -> None:
     names = ("lora", None, "dora")
     engine.ask("rehearse", tokens=len(names), adapters=MAX_LORAS + 1)
     engine.ask("end_of_rehearsals")
@@ -47,17 +47,17 @@ def test_steps_after_captures_are_ordinary_ones(engine: Engine, llama: Tenants) 
 @pytest.mark.parametrize(
     ("names", "graph"),
     [
-        (("lora", "dora", "ia3"), MAX_LORAS + 2),  # plain steps have separate graphs
+        (("lora", "dora", "ia3"), MAX_LORAS + 2),  # plain steps have graphs of their kind
         (("lora", "vera", None), MAX_LORAS + 1),
         (("dora", None), MAX_LORAS + 2),  # after a step that was not plain
         (("oft",), MAX_LORAS + 1),
         ((None, None), 0),
     ],
 )
-def test_a_step_goes_to_the_graph_that_holds_what_it_needs(
+def test_a_step_runs_in_the_graph_of_its_kind(
     names: tuple[str | None, ...], graph: int, engine: Engine, llama: Tenants
 ) -> None:
     rows = [asdict(llama.row(name, place)) for place, name in enumerate(names)]
     chosen, kinds = engine.ask("graphs", rows=rows, tokens=4)
-    assert kinds == [MAX_LORAS + 1, 0, MAX_LORAS + 2]  # vLLM takes the memory of the first for what all of them share
+    assert kinds == [MAX_LORAS + 1, 0, MAX_LORAS + 2]  # vLLM reserves the memory of the first graph for all of them
     assert chosen[-3:] == [graph] * 3

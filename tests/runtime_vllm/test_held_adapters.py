@@ -1,4 +1,4 @@
-"""Files and loaded adapters may change while requests use them: the engine runs on, and answers stay correct."""
+"""Files and loaded adapters may change while requests use them: the engine continues, and answers stay correct."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _rows(adapters: Sequence[Adapter]) -> list[Row]:
     [(FIVE, False), (tuple(f"lora-twin-{number}" for number in range(5)), True)],
     ids=["artifacts", "folders"],
 )
-def test_requests_that_wait_need_no_files_of_their_adapters(
+def test_waiting_requests_need_no_files_of_their_adapters(
     names: tuple[str, ...], raw: bool, engine: Engine, llama: Tenants, tmp_path: Path
 ) -> None:
     """All requests were admitted; ranks need some of the adapters again after their files were deleted."""
@@ -61,7 +61,7 @@ def test_requests_that_wait_need_no_files_of_their_adapters(
 
 
 @pytest.mark.skipif(os.environ.get(LONG) != "1", reason=f"starts two ranks for one test; set {LONG}=1")
-def test_every_rank_keeps_what_requests_were_admitted_with(llama: Tenants, engines: Engines, tmp_path: Path) -> None:
+def test_every_rank_keeps_the_adapters_of_admitted_requests(llama: Tenants, engines: Engines, tmp_path: Path) -> None:
     names = ("lora", "dora", "ia3", "vera")
     store = tmp_path / "store"
     adapters = [llama.request(llama.compiled(llama.folder(name), store, name=name, tp=2)) for name in names]
@@ -90,7 +90,7 @@ def test_an_adapter_that_is_unloaded_while_a_request_uses_it_serves_that_request
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_an_id_takes_no_other_content_while_a_request_uses_it(
+def test_the_content_of_an_id_is_not_replaced_while_a_request_uses_it(
     in_place: bool, engine: Engine, llama: Tenants, tmp_path: Path
 ) -> None:
     (first,) = _copies(llama, ("lora",), tmp_path)
@@ -120,7 +120,7 @@ def test_an_adapter_that_is_loaded_again_while_a_request_uses_it_stays(
 def test_content_that_was_replaced_on_disk_is_loaded_only_in_place(
     engine: Engine, llama: Tenants, tmp_path: Path
 ) -> None:
-    """Ranks that have the adapter read no file, so its older content would be taken for the new one."""
+    """Ranks that have the adapter read no file, and would serve its older content as the new content."""
     (first,) = _copies(llama, ("lora",), tmp_path)
     llama.assert_equal(engine.generate(_rows([first]))[0], "lora")
     llama.compiled(llama.folder("lora-twin"), tmp_path / "store", name="lora")

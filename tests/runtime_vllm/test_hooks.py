@@ -52,7 +52,7 @@ def test_a_row_that_differs_is_reported_by_name_and_nothing_is_installed(what: s
 
 
 def test_a_feature_whose_row_differs_is_left_out_as_a_whole(stock: Engine) -> None:
-    """Last in this file: the rest is installed in this engine's process."""
+    """This test is the last in the file, because it installs the other rows in the engine's process."""
     planted = Hook("vllm.lora.utils:LogitsProcessorWithLoRA", "set_weights", feature=LOGITS_SKIPPED)
     missing, replaced = stock.install_hooks(planted)
     assert missing == []

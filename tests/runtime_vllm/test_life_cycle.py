@@ -57,7 +57,7 @@ def test_unloading_one_adapter_keeps_the_others(engine: Engine, llama: Tenants) 
 
 @pytest.mark.parametrize("before", EIGHT)
 def test_an_adapter_index_is_reused_by_every_other_method(before: str, engine: Engine, llama: Tenants) -> None:
-    """An adapter does not inherit slots from the one that had its index before."""
+    """An adapter does not inherit slots from the adapter that had its index before."""
     for after in ("lora", "ia3", "vera", "oft"):
         if after != before:
             llama.assert_served(engine, before, before)
@@ -66,18 +66,18 @@ def test_an_adapter_index_is_reused_by_every_other_method(before: str, engine: E
             engine.unload(_adapter(llama, after))
 
 
-def test_more_adapters_than_max_loras_in_one_batch(engine: Engine, llama: Tenants) -> None:
+def test_more_adapters_than_max_loras_are_served_in_one_batch(engine: Engine, llama: Tenants) -> None:
     llama.assert_served(engine, *EIGHT, None)
 
 
 def test_eight_adapters_cycle_through_few_indices(engine: Engine, llama: Tenants) -> None:
-    for turn in range(3):
+    for seed in range(3):
         for name in EIGHT:
-            llama.assert_served(engine, name, None, seed=turn)
+            llama.assert_served(engine, name, None, seed=seed)
             assert len(engine.loaded()) <= HELD
 
 
-def test_pairs_of_all_adapters_and_of_folders(engine: Engine, llama: Tenants) -> None:
+def test_every_adapter_is_served_beside_a_folder(engine: Engine, llama: Tenants) -> None:
     folder = Row(prompt=prompt_of(2), adapter=llama.request(llama.folder("rslora")))
     for name in SERVED:
         other, stock = engine.generate([llama.row(name, 1), folder])
@@ -85,7 +85,7 @@ def test_pairs_of_all_adapters_and_of_folders(engine: Engine, llama: Tenants) ->
         llama.assert_equal(stock, "rslora")
 
 
-def test_the_one_that_was_not_used_longest_makes_room(engine: Engine, llama: Tenants) -> None:
+def test_the_least_recently_used_adapter_is_evicted(engine: Engine, llama: Tenants) -> None:
     first, second, third, fourth = (_adapter(llama, name) for name in EIGHT[:4])
     for adapter in (first, second, third):
         engine.load(adapter)

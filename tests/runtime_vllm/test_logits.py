@@ -11,7 +11,7 @@ from tests.runtime_vllm.engine import Engine, Engines, Row
 
 MAX_LORAS = 2
 HEADS = ("lora-head", "lora-only-head")
-"""The second has the smaller rank: at the index of the first it must not use the rest of its weights."""
+"""The second has the smaller rank: at the index of the first, it must not use the rest of the first's weights."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_nothing_is_added_after_the_last_adapter_of_the_head_was_unloaded(engine
 def test_an_adapter_index_of_the_head_is_reused(
     before: str, after: str, unloaded: bool, engine: Engine, llama: Tenants
 ) -> None:
-    """One index stays filled, so logits are added to: the other index must hold the new adapter's weights alone."""
+    """One index stays filled, so LoRA is added: the other index must hold only the new adapter's weights."""
     stays, comes = f"{before}-twin-stays", f"{after}-twin-comes"
     _served(engine, llama, before, stays)
     if unloaded:

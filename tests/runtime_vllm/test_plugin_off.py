@@ -1,4 +1,4 @@
-"""Stock vLLM with the same files: it refuses or errs where the plugin serves."""
+"""Stock vLLM, with the same files, refuses adapters that the plugin serves, and computes wrong base rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.runtime_vllm.adapters_by_method import BOUND, NINE, Tenants, prompt_o
 from tests.runtime_vllm.engine import Engine, Engines, RefusedError, Row
 
 FIXED = (0, 33)
-"""The release that corrected base rows beside adapters on CPUs; before it they get the adapter of the last index."""
+"""The release that corrected base rows beside adapters on CPUs; older releases apply the last adapter to them."""
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_a_second_start_gives_the_same_answers(name: str | None, starts: Starts,
     llama.assert_equal(starts.second[name], name)
 
 
-def test_a_second_start_compiles_no_unchanged_folder(starts: Starts) -> None:
+def test_a_second_start_does_not_compile_unchanged_folders(starts: Starts) -> None:
     assert len(starts.after_first) >= 5
     unchanged = {name: starts.after_second.get(name) for name in starts.after_first}
     assert [name for name, written in unchanged.items() if written not in {None, starts.after_first[name]}] == []

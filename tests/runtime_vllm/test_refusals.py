@@ -17,7 +17,7 @@ def engine(crowded: Engine) -> Engine:
     return crowded
 
 
-def _serves_on(engine: Engine, llama: Tenants, refused: Adapter) -> None:
+def _assert_serves_others(engine: Engine, llama: Tenants, refused: Adapter) -> None:
     """Assert that the refused adapter is not loaded, and that the base, artifacts and folders are served."""
     assert refused.lora_id not in engine.loaded()
     llama.assert_served(engine, None, "dora", "oft")
@@ -26,7 +26,7 @@ def _serves_on(engine: Engine, llama: Tenants, refused: Adapter) -> None:
         llama.assert_equal(answer, name)
 
 
-def _says(refusal: str, words: tuple[str, ...]) -> None:
+def _assert_contains(refusal: str, words: tuple[str, ...]) -> None:
     text = refusal.lower()
     assert not [word for word in words if word not in text], text
 
@@ -36,8 +36,8 @@ def test_loading_is_refused_by_name_and_the_rest_is_served(what: str, engine: En
     bad = llama.request(BAD[what].made(llama))
     with pytest.raises(RefusedError) as refused:
         engine.load(bad)
-    _says(str(refused.value), BAD[what].words)
-    _serves_on(engine, llama, bad)
+    _assert_contains(str(refused.value), BAD[what].words)
+    _assert_serves_others(engine, llama, bad)
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -50,14 +50,14 @@ def test_a_request_for_an_adapter_that_is_not_loaded_is_refused_and_the_rest_is_
     rows = [llama.row("dora", 1), Row(prompt=prompt_of(2), adapter=bad), llama.row(None, 3)]
     answers = tried(lambda: engine.generate(rows, partly=True))
     if isinstance(answers, RefusedError):
-        _says(str(answers), BAD[what].words)
+        _assert_contains(str(answers), BAD[what].words)
     else:
         assert answers[1].ended in ("abort", "error")
         assert not answers[1].tokens
-        _says(engine.log[written:], BAD[what].words)
+        _assert_contains(engine.log[written:], BAD[what].words)
         llama.assert_equal(answers[0], "dora")
         llama.assert_equal(answers[2], None)
-    _serves_on(engine, llama, bad)
+    _assert_serves_others(engine, llama, bad)
 
 
 def test_a_refused_request_leaves_nothing_behind(engine: Engine, llama: Tenants) -> None:
@@ -85,7 +85,7 @@ def test_a_folder_with_one_level_too_many_is_served_correctly_or_refused(engine:
     adapter = llama.request(a_folder_with_one_level_too_many(llama))
     loaded = tried(lambda: engine.load(adapter))
     if isinstance(loaded, RefusedError):
-        _says(str(loaded), ("inner.model",))
+        _assert_contains(str(loaded), ("inner.model",))
     else:
         (answer,) = engine.generate([Row(prompt=prompt_of(2), adapter=adapter)])
         llama.assert_equal(answer, "lora")
@@ -116,7 +116,7 @@ def test_a_limit_that_is_exceeded_is_named_with_its_setting(
     rows = [llama.row(None, 1), Row(prompt=prompt_of(2), adapter=bad)]
     with pytest.raises(RefusedError) as refused:
         _ = cramped.load(bad) if way == "loaded" else cramped.generate(rows)
-    _says(str(refused.value), words)
+    _assert_contains(str(refused.value), words)
     assert bad.lora_id not in cramped.loaded()
     llama.assert_served(cramped, None, "lora", "dora", "vera")
 
@@ -126,7 +126,7 @@ def _refused_by_option(engine: Engine, llama: Tenants, path: Path, option: str, 
     engine.unload(adapter)
     with engine.with_option(option, value=True), pytest.raises(RefusedError) as refused:
         engine.load(adapter)
-    _says(str(refused.value), ("sc811", *words))
+    _assert_contains(str(refused.value), ("sc811", *words))
     assert adapter.lora_id not in engine.loaded()
 
 
@@ -144,7 +144,7 @@ def test_all_adapters_are_refused_where_steps_are_split(cramped: Engine, llama: 
     llama.assert_served(cramped, "dora", None)
 
 
-def test_a_pool_that_fills_up_makes_room(cramped: Engine, llama: Tenants) -> None:
+def test_a_full_pool_evicts_adapters(cramped: Engine, llama: Tenants) -> None:
     """max_loras is 16 and the pool has 1 MiB: more adapters than pages, one after the other."""
     names = [f"rslora-twin-{number}" for number in range(8)]
     for name in names:
@@ -155,7 +155,7 @@ def test_a_batch_that_needs_more_than_the_pool_is_answered_or_refused(cramped: E
     names = [f"rslora-twin-{number}" for number in range(12)]
     answers = tried(lambda: cramped.generate([llama.row(name, 5) for name in names]))
     if isinstance(answers, RefusedError):
-        _says(str(answers), ("scute_vllm_pool_mib",))
+        _assert_contains(str(answers), ("scute_vllm_pool_mib",))
     else:
         for name, answer in zip(names, answers, strict=True):
             llama.assert_equal(answer, name)

@@ -63,8 +63,8 @@ def target(engine: Engine, llama: Tenants, tmp_path: Path) -> Target:
     return Target(engine=engine, llama=llama, folder=tmp_path / "store" / "tenant")
 
 
-def test_the_cache_is_on_and_each_adapter_has_its_own(target: Target, llama: Tenants) -> None:
-    """The other tests rely on it."""
+def test_the_cache_is_on_and_separate_for_each_adapter(target: Target, llama: Tenants) -> None:
+    """The other tests of this file rely on it."""
     target.put("lora")
     first, second = target.ask(), target.ask()
     assert (first.cached, second.cached) == (0, BLOCK)
@@ -88,7 +88,7 @@ def _loaded_in_place(target: Target, adapter: Adapter) -> Adapter:
 
 
 def _loaded_under_another_id(target: Target, adapter: Adapter) -> Adapter:
-    """As the OpenAI server does: every load gets a new id."""
+    """Load as the OpenAI server does, which gives every load a new id."""
     target.engine.unload(adapter)
     other = replace(adapter, lora_id=adapter.lora_id + 1000)
     target.engine.load(other)
@@ -96,16 +96,16 @@ def _loaded_under_another_id(target: Target, adapter: Adapter) -> Adapter:
 
 
 def _requested_in_place(target: Target, adapter: Adapter) -> Adapter:
-    """The request asks for the adapter to be read again."""
+    """Return an adapter whose request makes the engine read it again."""
     del target
     return replace(adapter, in_place=True)
 
 
 RELOADS: Mapping[str, Callable[[Target, Adapter], Adapter]] = {
     "unloaded and loaded": _unloaded_and_loaded,
-    "loaded in target": _loaded_in_place,
+    "loaded in place": _loaded_in_place,
     "loaded under another id": _loaded_under_another_id,
-    "requested in target": _requested_in_place,
+    "requested in place": _requested_in_place,
 }
 
 
@@ -226,7 +226,7 @@ def test_an_evicted_adapter_that_was_damaged_on_disk_is_refused_and_the_rest_is_
     _is_new_or_refused(target, "unloaded and loaded", "lora-twin")
 
 
-def test_two_names_for_one_path_and_one_name_for_two_paths(target: Target, llama: Tenants, tmp_path: Path) -> None:
+def test_names_and_paths_need_not_correspond(target: Target, llama: Tenants, tmp_path: Path) -> None:
     target.put("lora")
     second = Target(engine=target.engine, llama=llama, folder=tmp_path / "other" / "tenant")
     second.put("dora")

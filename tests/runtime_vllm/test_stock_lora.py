@@ -1,4 +1,4 @@
-"""Plain LoRA folders are served beside artifacts, by the runtime's or vLLM's kernels, and base rows by the base."""
+"""Plain LoRA folders are served beside artifacts, by the runtime's or vLLM's kernels; base rows equal the base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With two ranks the same batch equals PEFT, from artifacts that were compiled for two."""
+"""With two ranks the same batch equals PEFT, from artifacts that were compiled for two ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.dropped_slots import DROPPED
 
 TP = 2
 NAMES = (*SERVED, "lora-bias-on-b", "ia3-inputs")
-"""A bias on B of a row-parallel layer must be added by one rank alone."""
+"""Only one rank may add a bias on B of a row-parallel layer."""
 DROPS = ("one B of LoRA", "s of DoRA", "R of IA3 on o_proj", "e of VeRA", "R of OFT")
 
 

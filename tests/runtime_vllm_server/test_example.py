@@ -29,7 +29,8 @@ def test_the_example_prints_the_answer_of_every_adapter_and_leaves_nothing(
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    shown = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
+    page = (ROOT / "docs" / "how-to" / "serve-with-vllm.md").read_text(encoding="utf-8")
+    shown = page.split("```text\n")[1].split("```")[0]
     assert done.stdout.endswith(shown)
     assert not list(folder.glob("scute-vllm-*"))
     running = [process for process in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in _read(process)]

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server with compiled adapters gives PEFT's tokens, and survives bad adapters."""
+"""vLLM's OpenAI-compatible server with compiled adapters gives PEFT's tokens, and keeps serving after bad adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IN_MEMORY = 8
 """The server's max_cpu_loras."""
 PROMPTS = tuple(tuple(row) for row in ids_of(2, 6, seed=3).tolist())
 MARGIN = 1e-3
-"""Least distance of the best log-probability from the second: ten times the plugin's bound against PEFT."""
+"""Smallest distance of the best log-probability from the second: ten times the plugin's bound against PEFT."""
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def _refused(answer: Answer, *texts: str) -> None:
     assert all(text in answer.error for text in texts), answer.body
 
 
-def test_three_methods_and_the_base_answer_at_once_as_peft_does(
+def test_three_methods_and_the_base_match_peft_in_one_batch(
     server: Server, adapters: dict[str, Compiled], expected: dict[str, list[list[int]]]
 ) -> None:
     if LATER not in server.models():
@@ -154,7 +154,7 @@ def test_a_peft_folder_that_vllm_refuses_is_refused_with_the_command_that_compil
     _refused(server.load("raw", adapters["dora"].adapter), "vLLM does not yet support DoRA", "scute compile", "--tp 1")
 
 
-def test_a_request_whose_artifact_was_deleted_ends_alone(
+def test_only_a_request_whose_artifact_was_deleted_fails(
     server: Server, scratch: Path, expected: dict[str, list[list[int]]]
 ) -> None:
     assert server.load("short-lived", scratch).status == 200
@@ -184,7 +184,7 @@ def test_new_content_under_a_loaded_name_answers_after_it_is_loaded_in_place(
     assert server.unload("tenant").status == 200
 
 
-def test_requests_do_not_read_an_adapter_again_that_was_loaded_in_place(
+def test_an_adapter_that_was_loaded_in_place_is_not_read_again(
     server: Server, scratch: Path, expected: dict[str, list[list[int]]]
 ) -> None:
     assert server.load("replaced", scratch).status == 200
@@ -194,7 +194,7 @@ def test_requests_do_not_read_an_adapter_again_that_was_loaded_in_place(
     assert _all(server, ("base", "ia3")) == {name: expected[name] for name in ("base", "ia3")}
 
 
-def test_a_request_whose_artifact_was_damaged_after_its_eviction_ends_alone(
+def test_only_a_request_whose_evicted_artifact_was_damaged_fails(
     server: Server, scratch: Path, adapters: dict[str, Compiled], expected: dict[str, list[list[int]]]
 ) -> None:
     assert server.load("evicted", scratch).status == 200

@@ -60,6 +60,26 @@ OUTSIDE = (
         config=lora(init_lora_weights="pissa", target_modules=["q_proj", "v_proj"]),
         words=("pissa",),
     ),
+    Case(
+        name="LoRA-GA that was not converted when it was saved",
+        outcome=R,
+        config=lora(),
+        edit=configured(init_lora_weights="lora_ga"),
+        words=("lora_ga",),
+    ),
+    Case(
+        name="an unknown initialisation",
+        outcome=R,
+        config=lora(),
+        edit=configured(init_lora_weights="some_new_init"),
+        words=("init_lora_weights", "some_new_init"),
+    ),
+    Case(
+        name="an initialisation that keeps the base",
+        outcome=E,
+        config=lora(),
+        edit=configured(init_lora_weights="orthogonal"),
+    ),
     Case(name="an unknown field that is null", outcome=E, config=lora(), edit=configured(some_future_config=None)),
     Case(
         name="an unknown field that is set",

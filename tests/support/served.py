@@ -29,6 +29,10 @@ class Compiled:
     artifact: Path
 
 
+Make = Callable[[str, str], Compiled]
+"""Returns a compiled adapter, by recipe and base."""
+
+
 def artifact_of(recipe: str, base: str, pair: Pair, shared: Path, *, dtype: str = "float32", tp: int = 1) -> Compiled:
     """Compile an adapter for the runtime, once per session."""
     adapter, where = pair(recipe, base)

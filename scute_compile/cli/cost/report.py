@@ -20,6 +20,7 @@ from scute_compile.cli.cost.step_cost import (
     vera_vector_bytes,
 )
 from scute_compile.diagnostics import Code, Findings
+from scute_compile.driver.arguments import MOST, shown
 from scute_compile.driver.bases import open_model
 from scute_compile.driver.reports import envelope
 from scute_compile.ir.dtypes import DType
@@ -115,10 +116,10 @@ def cost_of_model(model: str, *, workload: Workload, dtype: DType, sizes: Sizes)
     """Predict the costs for a known model shape, or for a base.
 
     Args:
-        model: a name of the table of shapes, a folder or a Hub id.
-        workload: the decode step.
-        dtype: the dtype of base and adapters.
-        sizes: the sizes of the adapters.
+        model: A name of the table of shapes, a folder or a Hub id.
+        workload: The decode step.
+        dtype: The dtype of base and adapters.
+        sizes: The sizes of the adapters.
 
     Raises:
         ScuteError: SC703 for an unknown name and for every number that is out of range, SC4xx for a base that can't be
@@ -143,11 +144,11 @@ def cost_table(
     the two ranks.
 
     Args:
-        shape: the model's projections.
-        workload: the decode step.
-        dtype: the dtype of base and adapters.
-        sizes: the sizes of the adapters.
-        mix: tenants per method; None: LoRA, DoRA, IA3, VeRA and OFT in equal parts.
+        shape: The model's projections.
+        workload: The decode step.
+        dtype: The dtype of base and adapters.
+        sizes: The sizes of the adapters.
+        mix: Tenants per method; None: LoRA, DoRA, IA3, VeRA and OFT in equal parts.
 
     Raises:
         ScuteError: SC703 for every number that is out of range.
@@ -197,20 +198,20 @@ def _require_in_range(workload: Workload, sizes: Sizes, mix: Mapping[Method, int
         ("--oft-block", sizes.oft_block),
     )
     for where, value in positive:
-        if value < 1:
-            _out_of_range(findings, where, value, "at least 1")
+        if not 1 <= value <= MOST:
+            _out_of_range(findings, where, value, f"1 to {MOST}")
     if not 0 < workload.bandwidth < float("inf"):
         _out_of_range(findings, "--bandwidth", workload.bandwidth / 1e9, "GB/s above 0")
     if not 0 <= workload.launch < float("inf"):
         _out_of_range(findings, "--launch", workload.launch * 1e6, "microseconds, 0 or more")
     for method, count in mix.items():
-        if count < 0:
-            _out_of_range(findings, f"--mix {method}", count, "0 or more")
+        if not 0 <= count <= MOST:
+            _out_of_range(findings, f"--mix {method}", count, f"0 to {MOST}")
     findings.raise_if_errors()
 
 
 def _out_of_range(findings: Findings, where: str, value: float, expected: str) -> None:
-    findings.error(Code.SC703, where=where, found=f"{value:g}", expected=expected, next="give a number in that range")
+    findings.error(Code.SC703, where=where, found=shown(value), expected=expected, next="give a number in that range")
 
 
 def _row(

@@ -95,9 +95,9 @@ def predicted_seconds(moved: int, *, bandwidth: float, launches: int = 0, launch
     """Return the predicted seconds.
 
     Args:
-        moved: bytes to move.
-        bandwidth: bytes per second.
-        launches: the number of kernels.
-        launch: seconds per kernel.
+        moved: Bytes to move.
+        bandwidth: Bytes per second.
+        launches: The number of kernels.
+        launch: Seconds per kernel.
     """
     return moved / bandwidth + launches * launch

@@ -113,11 +113,11 @@ def compared(
     """Run one batch with an adapter per row, and each row alone in PEFT.
 
     Args:
-        base: the folder of the base.
+        base: The folder of the base.
         adapters: PEFT folders by name.
-        artifacts: the adapters' artifacts by name.
-        names: the adapter of each row; None for the base alone.
-        length: tokens per row.
+        artifacts: The adapters' artifacts by name.
+        names: The adapter of each row; None for the base alone.
+        length: Tokens per row.
 
     Returns:
         For each row the mean absolute error of the log-probabilities against PEFT, and the mean absolute change from

@@ -92,8 +92,8 @@ def demo(out: Path | None, *, quiet: bool) -> DemoReport:
     """Write a base and adapters with PEFT, compile them in one call, run one mixed batch, and compare it with PEFT.
 
     Args:
-        out: a new or empty folder for the files; None: a temporary folder, which is removed.
-        quiet: whether to leave out the steps on standard error.
+        out: A new or empty folder for the files; None: a temporary folder, which is removed.
+        quiet: Whether to leave out the steps on standard error.
 
     Raises:
         ScuteError: SC701 without torch, transformers and peft, SC703 when `out` holds files, SC109 when it can't be

@@ -63,10 +63,10 @@ def explain_path(source: str, *, base: str | None, requested: Requested, site: s
     """Explain an adapter, or an artifact by the notes in its manifest.
 
     Args:
-        source: a PEFT folder, a Hub id or an artifact.
-        base: a folder or a Hub id; None: the base that the adapter names, and none for an artifact.
-        requested: what an adapter is planned for, and what an artifact must have been compiled for.
-        site: keeps sites whose name matches, by `fnmatch`'s rules; None keeps all.
+        source: A PEFT folder, a Hub id or an artifact.
+        base: A folder or a Hub id; None: the base that the adapter names, and none for an artifact.
+        requested: What an adapter is planned for, and what an artifact must have been compiled for.
+        site: Keeps sites whose name matches, by `fnmatch`'s rules; None keeps all.
 
     Raises:
         ScuteError: the findings that refuse the adapter, what opening the base or the artifact raises, SC703 when
@@ -84,11 +84,11 @@ def explain(
     """Return the report on notes.
 
     Args:
-        notes: the notes of a planned program or of an artifact.
-        glob: keeps sites whose name matches, by `fnmatch`'s rules; None keeps all.
-        name: the name of the adapter or artifact.
-        method: the adapter's method.
-        sites: the names of all sites, those without notes included.
+        notes: The notes of a planned program or of an artifact.
+        glob: Keeps sites whose name matches, by `fnmatch`'s rules; None keeps all.
+        name: The name of the adapter or artifact.
+        method: The adapter's method.
+        sites: The names of all sites, those without notes included.
 
     Raises:
         ScuteError: SC703 when the glob matches no site.

@@ -29,7 +29,6 @@ from scute_compile.ir.dtypes import DType
 from scute_compile.ir.method import Method
 from scute_compile.ir.program import Stage
 from scute_compile.ir.target import LoraSharding
-from scute_compile.pack.manifest_records import finding_record
 from scute_compile.pipeline import Planned, plan
 
 
@@ -144,9 +143,9 @@ def inspect_path(source: str, *, base: str | None, requested: Requested) -> Insp
     """Describe an adapter or an artifact.
 
     Args:
-        source: a PEFT folder, a Hub id or an artifact.
-        base: a folder or a Hub id; None: an adapter is planned without its base.
-        requested: what an adapter is planned for, and what an artifact must have been compiled for.
+        source: A PEFT folder, a Hub id or an artifact.
+        base: A folder or a Hub id; None: an adapter is planned without its base.
+        requested: What an adapter is planned for, and what an artifact must have been compiled for.
 
     Raises:
         ScuteError: the findings that refuse the adapter, and what opening the base or the artifact raises.
@@ -162,7 +161,6 @@ def inspect_program(planned: Planned) -> InspectReport:
     program = planned.program
     if program is None:
         raise AssertionError(planned.name)
-    base_name = planned.adapter.config.get("base_model_name_or_path") if planned.adapter else None
     routed = program.stage is Stage.ROUTED
     return InspectReport(
         kind=Kind.ADAPTER,
@@ -173,12 +171,12 @@ def inspect_program(planned: Planned) -> InspectReport:
         dtype=None,
         tp=program.target.tp if routed else 1,
         lora_sharding=program.target.lora_sharding if routed else LoraSharding.DEFAULT,
-        base=BaseView(name=base_name if isinstance(base_name, str) and base_name else None),
+        base=BaseView(name=planned.adapter.base_model if planned.adapter else None),
         planned_for_base=routed,
         sites=tuple(planned_site(site) for site in program.sites),
         shared=tuple(planned_factors(program)),
         files=(),
-        findings=tuple(finding_record(finding) for finding in planned.findings),
+        findings=tuple(finding.to_json() for finding in planned.findings),
     )
 
 

@@ -13,9 +13,11 @@ from scute_compile.cli.options import Json
 def run_command(
     *,
     base: Annotated[str, typer.Option("--base", help="The base model: a folder or a Hub id.")],
-    adapter: Annotated[list[str] | None, typer.Option(metavar="NAME=ARTIFACT", help="An adapter to serve.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=ARTIFACT", help="An adapter to serve. Repeatable.")
+    ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="NAME:TEXT", help="A prompt; without a name for the base alone.")
+        list[str] | None, typer.Option(metavar="NAME:TEXT", help="A prompt, `:TEXT` for the base alone. Repeatable.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The largest number of tokens per prompt.")] = 64,
     as_json: Json = False,

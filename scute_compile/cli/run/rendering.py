@@ -37,9 +37,9 @@ def streaming(console: Console, prompts: Sequence[Prompt], *, live: bool) -> Ite
     """Give a function that shows the text of every row so far, redrawn in place. It does nothing unless `live`.
 
     Args:
-        console: where to draw.
-        prompts: the rows of the batch.
-        live: whether the console is a terminal with no other output.
+        console: Where to draw.
+        prompts: The rows of the batch.
+        live: Whether the console is a terminal with no other output.
     """
     if not live:
         yield lambda _: None

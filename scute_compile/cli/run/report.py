@@ -51,10 +51,10 @@ def run_prompts(
     """Continue prompts on a base and its adapters, in one batch.
 
     Args:
-        base: a folder or a Hub id.
-        request: adapters and prompts.
-        max_new_tokens: the largest number of tokens per prompt.
-        on_token: called after each step with the text of every row so far.
+        base: A folder or a Hub id.
+        request: Adapters and prompts.
+        max_new_tokens: The largest number of tokens per prompt.
+        on_token: Called after each step with the text of every row so far.
 
     Raises:
         ScuteError: SC6xx for artifacts, of which all faults are collected, SC4xx for the base, SC701 without torch

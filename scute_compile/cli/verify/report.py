@@ -77,10 +77,10 @@ def verify_artifact(source: str, *, adapter: str, base: str | None, tokens: int)
     """Compare an artifact with PEFT.
 
     Args:
-        source: the artifact's folder.
-        adapter: the PEFT folder or Hub id that it was compiled from.
-        base: the base with weights, a folder or a Hub id; None: the base that the adapter names.
-        tokens: the least number of tokens to compare.
+        source: The artifact's folder.
+        adapter: The PEFT folder or Hub id that it was compiled from.
+        base: The base with weights, a folder or a Hub id; None: the base that the adapter names.
+        tokens: The least number of tokens to compare.
 
     Raises:
         ScuteError: faults of the artifact (SC6xx), the adapter (SC1xx, SC2xx) or the base (SC4xx), SC608 when the

@@ -1,4 +1,4 @@
-"""A simulated batch on a simulated clock, and an oracle for its forecasts that shares no code with them."""
+"""A simulated batch on a simulated clock, and an oracle for the forecast that shares no code with it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Outcome:
     """The outcome of a workload."""
 
     first_token: dict[int, float] = field(default_factory=dict)
-    """Time by key."""
+    """Time of the first token, by key."""
     dropped: dict[int, float] = field(default_factory=dict)
-    """Time by key."""
+    """Time at which a request was dropped, by key."""
     admitted: list[tuple[float, int]] = field(default_factory=list)
-    """Time and key, in order."""
+    """Time and key of each admission, in order."""
     adapters: list[int] = field(default_factory=list)
-    """Distinct adapters of each step."""
+    """Number of distinct adapters of each step."""
     most_requests: int = 0
     most_cache: int = 0
     end: float = 0.0
@@ -73,7 +73,7 @@ def simulate(policy: Policy, limits: BatchLimits, times: ServiceTimes, workload:
             now += times.step + times.prompt_token * sum(request.prompt_tokens for request in joined)
             _observe(out, batch)
             batch = [member for member in batch if _generate(member, now, out)]
-    raise AssertionError("a request waits for ever")
+    raise AssertionError("a request waits forever")
 
 
 def first_tokens(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,8 @@ import pytest
 from scute_compile.runtime_min.batching.continuous_batch import ContinuousBatch
 from scute_compile.runtime_min.batching.requests import Phase, Request
 from scute_compile.runtime_min.model.served_model import ServedModel
-from tests.runtime_min.batching.test_continuous_batch import Make, assert_failed, assert_refused, opened, request
-from tests.support.served import Pair, artifact_of
-
-
-@pytest.fixture
-def make(pair: Pair, shared_folder: Path) -> Make:
-    """Return a compiled adapter by recipe and base."""
-    return lambda recipe, base: artifact_of(recipe, base, pair, shared_folder)
+from tests.runtime_min.batching.test_continuous_batch import assert_failed, assert_refused, opened, request
+from tests.support.served import Make
 
 
 class RaisesOnce:
@@ -40,14 +33,14 @@ def test_a_failed_step_fails_its_requests_and_queued_ones_are_served(make: Make)
         running = [batch.submit(request(name, 5, 8, seed=1)) for name in ("lora", None)]
         waiting = batch.submit(request("oft", 6, 8))
         batch.step()
-        raises = RaisesOnce(model, RuntimeError("of the device"))
+        raises = RaisesOnce(model, RuntimeError("in the device"))
         events = batch.step()
         raises.handle.remove()
         assert [(event.ticket, event.phase) for event in events] == [(ticket, Phase.FAILED) for ticket in running]
         later = batch.submit(request("lora", 5, 8, seed=1))
         list(batch.run())
     for ticket in running:
-        assert_failed(ticket, "SC813", "RuntimeError: of the device")
+        assert_failed(ticket, "SC813", "RuntimeError: in the device")
         assert ticket.tokens == alone.answer(ticket.request)[:1]
     for ticket in (waiting, later):
         assert ticket.tokens == alone.answer(ticket.request)

@@ -1,4 +1,4 @@
-"""Requests in a shared batch get the tokens that PEFT generates for each alone, in every mix and order."""
+"""Requests in a shared batch get the tokens that PEFT generates for each request alone, in every mix and order."""
 
 from __future__ import annotations
 
@@ -17,20 +17,13 @@ from scute_compile.runtime_min.batching.policy import Policy
 from scute_compile.runtime_min.batching.requests import Phase, Request, Ticket
 from scute_compile.runtime_min.model.served_model import ServedModel
 from tests.support.bases import load_base
-from tests.support.served import Compiled, Pair, artifact_of, ids_of, peft_model, served
+from tests.support.served import Compiled, Make, ids_of, peft_model, served
 
 RECIPES = ("lora", "dora", "ia3", "vera", "oft")
-Make = Callable[[str, str], Compiled]
-
-
-@pytest.fixture
-def make(pair: Pair, shared_folder: Path) -> Make:
-    """Return a compiled adapter by recipe and base."""
-    return lambda recipe, base: artifact_of(recipe, base, pair, shared_folder)
 
 
 class Alone:
-    """Answers of PEFT, or of the base, to one prompt alone."""
+    """Answers one prompt at a time with PEFT, or with the base."""
 
     def __init__(self, base: str, made: dict[str, Compiled], folder: Path) -> None:
         self._models: dict[str | None, Any] = {None: load_base(base, folder)}
@@ -233,7 +226,7 @@ def test_requests_of_a_deleted_or_replaced_adapter_fail(make: Make) -> None:
     assert lora.tokens == alone.answer(lora.request)
 
 
-def test_requests_fail_whose_adapter_has_no_room(make: Make) -> None:
+def test_requests_whose_adapter_has_no_room_fail(make: Make) -> None:
     model, alone = opened("llama", ("lora", "dora", "oft"), make, max_adapters=2)
     with ContinuousBatch(model, cache_tokens=96, max_num_seqs=3, max_num_batched_tokens=32) as batch:
         lora, dora = batch.submit(request("lora", 4, 8)), batch.submit(request("dora", 4, 8))

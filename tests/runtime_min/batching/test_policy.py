@@ -50,7 +50,7 @@ def queued(
 
 @st.composite
 def workloads(draw: st.DrawFn, *, deadlines: bool = True) -> list[QueuedRequest]:
-    """Up to 14 requests that arrive within ten seconds, each of which fits alone."""
+    """Draw up to 14 requests that arrive within ten seconds, each of which fits alone."""
     requests = []
     for key in range(draw(st.integers(1, 14))):
         arrived = draw(st.integers(0, 80)) / 8
@@ -72,7 +72,7 @@ def workloads(draw: st.DrawFn, *, deadlines: bool = True) -> list[QueuedRequest]
 
 @st.composite
 def limits_of_batches(draw: st.DrawFn) -> BatchLimits:
-    """Small limits that admit any single request."""
+    """Draw small limits that admit any single request."""
     return BatchLimits(
         max_num_seqs=draw(st.integers(1, 4)),
         cache_tokens=draw(st.integers(16, 40)),
@@ -101,7 +101,7 @@ def test_limits_are_kept_and_every_request_is_served_or_dropped(
 
 @given(workloads(deadlines=False), limits_of_batches(), patiences)
 @many_examples
-def test_no_request_is_overtaken_after_the_patience(
+def test_no_request_is_scheduled_ahead_of_one_that_waited_for_the_patience(
     workload: list[QueuedRequest], limits: BatchLimits, patience: float
 ) -> None:
     out = simulate(Policy(patience=patience), limits, TIMES, workload)
@@ -127,7 +127,7 @@ def test_with_early_abort_every_served_request_meets_its_deadline(
 
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[BatchLimits, list[RunningRequest], list[QueuedRequest]]:
-    """A batch within its limits, and a queue."""
+    """Draw a batch within its limits, and a queue."""
     limits = draw(limits_of_batches())
     running: list[RunningRequest] = []
     for key in range(100, 100 + draw(st.integers(0, limits.max_num_seqs))):
@@ -152,7 +152,7 @@ def scenes(draw: st.DrawFn) -> tuple[BatchLimits, list[RunningRequest], list[Que
 def test_no_request_is_dropped_needlessly(
     scene: tuple[BatchLimits, list[RunningRequest], list[QueuedRequest]], patience: float
 ) -> None:
-    """Serving a dropped request would make it, or an older one that was kept, miss the deadline."""
+    """Serving a dropped request would make it, or an older request that was kept, miss its deadline."""
     limits, running, queue = scene
     decision = decide(Policy(patience=patience, early_abort=TIMES), limits, 10.0, queue, running)
     gone = {dropped.key for dropped in decision.dropped}
@@ -169,7 +169,7 @@ def test_no_request_is_dropped_needlessly(
 def test_the_oldest_kept_request_meets_its_deadline(
     scene: tuple[BatchLimits, list[RunningRequest], list[QueuedRequest]],
 ) -> None:
-    """By the oracle's forecast, in the order of arrival."""
+    """The oracle forecasts it, in the order of arrival."""
     limits, running, queue = scene
     decision = decide(Policy(early_abort=TIMES), limits, 10.0, queue, running)
     gone = {dropped.key for dropped in decision.dropped}
@@ -257,7 +257,7 @@ def test_a_request_joins_later_if_an_older_one_would_miss_its_deadline() -> None
     assert decide(Policy(early_abort=TIMES), BATCH, 0.0, [older, long], []).admitted == (0,)
 
 
-def test_no_request_goes_ahead_if_another_would_miss_its_deadline() -> None:
+def test_no_request_is_scheduled_ahead_if_another_would_miss_its_deadline() -> None:
     two = dataclasses.replace(BATCH, max_num_seqs=2)
     running = [RunningRequest(key=9, adapter="a", prompt_left=0, new_left=8, cache_tokens=8)]
     queue = [queued(0, "b", deadline=3.0), queued(1, "a", arrived=0.5, new=8)]

@@ -30,14 +30,14 @@ def model(made: dict[str, Compiled]) -> ServedModel:
     return loaded
 
 
-def refused(act: Callable[[], object], says: str, *, code: str = "SC703") -> None:
-    with pytest.raises(ScuteError, match=says) as error:
+def refused(act: Callable[[], object], text: str, *, code: str = "SC703") -> None:
+    with pytest.raises(ScuteError, match=text) as error:
         act()
     assert error.value.diagnostics[0].code.name == code
 
 
 def assert_released(model: ServedModel, before: torch.Tensor) -> None:
-    """Check that no adapter is held, that the model itself is the base, and that the next batch is as before."""
+    """Check that no adapter is held, that the model runs the base, and that the next batch gives the same logits."""
     for name in model.pool.resident:
         model.pool.evict(name)
     assert not any(layer.active for layer in model.layers.values())
@@ -57,7 +57,7 @@ class Streamer:
             self.act()
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing."""
 
 
 def generated(model: ServedModel, streamer: Streamer | None = None) -> torch.Tensor:
@@ -67,7 +67,7 @@ def generated(model: ServedModel, streamer: Streamer | None = None) -> torch.Ten
 
 
 @pytest.mark.parametrize(
-    ("ids", "says"),
+    ("ids", "text"),
     [
         (torch.zeros(2, 0, dtype=torch.long), r"shape \[2, 0\]"),
         (torch.zeros(0, 3, dtype=torch.long), r"shape \[0, 3\]"),
@@ -76,15 +76,15 @@ def generated(model: ServedModel, streamer: Streamer | None = None) -> torch.Ten
         (None, "neither"),
     ],
 )
-def test_ids_of_another_form_are_refused(ids: Any, says: str, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
+def test_malformed_ids_are_refused(ids: Any, text: str, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
     before = logits_of(model, ids_of(2, 6), ROWS)
-    refused(lambda: model.forward(ids, adapter_names=ROWS), says)
-    refused(lambda: model.generate(ids, adapter_names=ROWS, max_new_tokens=2), says)
+    refused(lambda: model.forward(ids, adapter_names=ROWS), text)
+    refused(lambda: model.generate(ids, adapter_names=ROWS, max_new_tokens=2), text)
     assert_released(model, before)
 
 
 @pytest.mark.parametrize("names", ["lo", [["lora"], "oft"], [1, None]])
-def test_names_of_another_form_are_refused(names: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
+def test_malformed_names_are_refused(names: Any, model: ServedModel) -> None:  # noqa: ANN401 - on purpose
     refused(lambda: model.forward(ids_of(2, 6), adapter_names=names), "name")
     refused(lambda: model.step(names, [3, 3]).__enter__(), "name")
 
@@ -107,17 +107,17 @@ def test_a_call_that_raises_releases_its_adapters(model: ServedModel) -> None:
     before = logits_of(model, ids_of(2, 6), ROWS)
 
     def fault() -> None:
-        raise KeyError("of the caller's own")
+        raise KeyError("in the streamer")
 
-    with pytest.raises(KeyError, match="own"):
+    with pytest.raises(KeyError, match="in the streamer"):
         generated(model, Streamer(fault))
     assert_released(model, before)
 
     def breaks(*_: object) -> None:
-        raise IndexError("of a layer's")
+        raise IndexError("in a layer")
 
     hook = model.model.get_submodule("lm_head").register_forward_pre_hook(breaks)
-    with pytest.raises(IndexError, match="of a layer's"):
+    with pytest.raises(IndexError, match="in a layer"):
         model.generate(ids_of(2, 6), adapter_names=ROWS, max_new_tokens=2)
     hook.remove()
     assert_released(model, before)
@@ -161,7 +161,7 @@ def test_adapters_are_loaded_and_replaced_while_a_call_runs_and_its_rows_stay(
 
 
 def test_a_removed_model_refuses_calls(model: ServedModel, made: dict[str, Compiled]) -> None:
-    """All rows would silently be the base's."""
+    """Otherwise all rows would silently get the base's answers."""
     model.remove()
     refused(lambda: logits_of(model, ids_of(1, 3), ["lora"]), "after `remove`")
     refused(lambda: model.step(["lora"], [3]).__enter__(), "after `remove`")
@@ -216,7 +216,7 @@ def test_a_negative_rank_is_refused(sizes: dict[str, Any], made: dict[str, Compi
 @pytest.mark.parametrize(
     "size", [0, -1, 8.5, True, None, "", "8", "MiB", "8MB", "8mib", "-8MiB", "1e3KiB", "0MiB", "٨MiB"]
 )
-def test_a_pool_size_of_another_form_is_refused(size: Any, made: dict[str, Compiled]) -> None:  # noqa: ANN401 - on purpose
+def test_malformed_pool_sizes_are_refused(size: Any, made: dict[str, Compiled]) -> None:  # noqa: ANN401 - on purpose
     refused(lambda: served("llama", made["lora"].base, pool_bytes=size), "at least 1: a number of bytes")
     if size not in (0, "0MiB"):
         refused(lambda: served("llama", made["lora"].base, shared_bytes=size), "at least 0: a number of bytes")
@@ -269,8 +269,8 @@ def test_a_half_precision_model_serves_on_the_cpu(
     wide = served("llama", half.base)
     wide.load_adapter(exact.artifact, adapter_name="x")
     ids = ids_of(1, 8)
-    ours, plain = (torch.log_softmax(logits_of(model, ids, [name]).float(), -1) for name in ("x", None))
-    theirs, base = (torch.log_softmax(logits_of(wide, ids, [name]), -1) for name in ("x", None))
+    logprobs, rounded_base = (torch.log_softmax(logits_of(model, ids, [name]).float(), -1) for name in ("x", None))
+    expected, base = (torch.log_softmax(logits_of(wide, ids, [name]), -1) for name in ("x", None))
     # the base's own rounding is the measure: the adapter's row may not be further from float32 than twice that
-    assert (ours - theirs).abs().mean() < 2 * (plain - base).abs().mean()
-    assert (theirs - base).abs().mean() > 10 * (plain - base).abs().mean()
+    assert (logprobs - expected).abs().mean() < 2 * (rounded_base - base).abs().mean()
+    assert (expected - base).abs().mean() > 10 * (rounded_base - base).abs().mean()

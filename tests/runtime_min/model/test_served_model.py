@@ -1,4 +1,4 @@
-"""Each row of a batch is what PEFT gives it; adapters are loaded and removed between calls; refusals change nothing."""
+"""Each row of a batch matches PEFT; adapters are loaded and removed between calls; refusals change nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from scute_compile.runtime_min.pool.directory import PAGE_BYTES
 from tests.support.bases import load_base
 from tests.support.served import (
     Compiled,
+    Make,
     Pair,
     artifact_of,
     ids_of,
@@ -28,15 +29,7 @@ from tests.support.served import (
 FLOAT32 = 5e-5
 """Two rounded matrix products against one, through two layers: about 100 units in the last place of the effect."""
 NINE = ("lora", "rslora", "dora", "rsdora-patterns", "ia3", "vera", "oft", "oft-shared", "adalora")
-"""Nine adapters of all methods."""
-
-Make = Callable[[str, str], Compiled]
-
-
-@pytest.fixture
-def make(pair: Pair, shared_folder: Path) -> Make:
-    """Return a compiled adapter by recipe and base."""
-    return lambda recipe, base: artifact_of(recipe, base, pair, shared_folder)
+"""Nine adapters, at least one of each method."""
 
 
 def loaded(base: str, recipes: tuple[str, ...], make: Make, **options: object) -> tuple[ServedModel, list[Compiled]]:
@@ -56,15 +49,15 @@ def loaded(base: str, recipes: tuple[str, ...], make: Make, **options: object) -
         ("phi3", ("lora", "dora", "ia3", "vera", "oft")),
     ],
 )
-def test_every_row_of_one_mixed_batch_is_what_peft_gives_it(base: str, recipes: tuple[str, ...], make: Make) -> None:
+def test_every_row_of_a_mixed_batch_matches_peft(base: str, recipes: tuple[str, ...], make: Make) -> None:
     model, made = loaded(base, recipes, make)
     ids = ids_of(len(recipes) + 1, 12)
     plain = logprobs(load_base(base, made[0].base), ids)
-    ours = torch.log_softmax(logits_of(model, ids, [*recipes, None]), -1)
-    assert torch.equal(ours[-1], plain[-1])
+    computed = torch.log_softmax(logits_of(model, ids, [*recipes, None]), -1)
+    assert torch.equal(computed[-1], plain[-1])
     for row, chosen in enumerate(made):
-        theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
-        assert relative_error(ours[row], theirs, plain[row]) < FLOAT32, recipes[row]
+        expected = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
+        assert relative_error(computed[row], expected, plain[row]) < FLOAT32, recipes[row]
 
 
 def greedy(generate: Callable[..., torch.Tensor], ids: torch.Tensor, **options: object) -> torch.Tensor:
@@ -77,13 +70,13 @@ def test_generate_gives_each_row_the_tokens_that_peft_generates(make: Make) -> N
     recipes = ("lora", "dora", "ia3", "vera", "oft", "adalora")
     model, made = loaded("llama", recipes, make)
     ids = ids_of(len(recipes) + 1, 6)
-    ours = greedy(model.generate, ids, adapter_names=[*recipes, None])
+    computed = greedy(model.generate, ids, adapter_names=[*recipes, None])
     plain: Any = load_base("llama", made[0].base)
-    assert torch.equal(ours[-1:], greedy(plain.generate, ids[-1:]))
+    assert torch.equal(computed[-1:], greedy(plain.generate, ids[-1:]))
     for row, chosen in enumerate(made):
-        theirs = greedy(peft_model("llama", chosen).base_model.model.generate, ids[row : row + 1])
-        assert torch.equal(ours[row : row + 1], theirs), recipes[row]
-    assert len({tuple(row.tolist()) for row in ours}) > len(recipes) / 2
+        expected = greedy(peft_model("llama", chosen).base_model.model.generate, ids[row : row + 1])
+        assert torch.equal(computed[row : row + 1], expected), recipes[row]
+    assert len({tuple(row.tolist()) for row in computed}) > len(recipes) / 2
 
 
 def test_padded_prompts_generate_what_they_generate_alone(make: Make) -> None:
@@ -97,13 +90,13 @@ def test_padded_prompts_generate_what_they_generate_alone(make: Make) -> None:
     assert torch.equal(both[1:], greedy(model.generate, short, adapter_names=["oft"]))
 
 
-def test_beams_follow_the_adapter_of_their_row(make: Make) -> None:
+def test_beams_use_the_adapter_of_their_row(make: Make) -> None:
     model, made = loaded("llama", ("lora", "dora"), make)
     ids = ids_of(2, 5)
-    ours = greedy(model.generate, ids, adapter_names=["dora", "lora"], num_beams=3)
+    computed = greedy(model.generate, ids, adapter_names=["dora", "lora"], num_beams=3)
     for row, chosen in enumerate(reversed(made)):
-        theirs = greedy(peft_model("llama", chosen).base_model.model.generate, ids[row : row + 1], num_beams=3)
-        assert torch.equal(ours[row : row + 1], theirs)
+        expected = greedy(peft_model("llama", chosen).base_model.model.generate, ids[row : row + 1], num_beams=3)
+        assert torch.equal(computed[row : row + 1], expected)
 
 
 def test_adapters_are_loaded_replaced_and_removed_between_calls(make: Make) -> None:
@@ -131,7 +124,7 @@ def test_more_adapters_than_the_device_holds_are_swapped(make: Make) -> None:
     assert len(model.pool.resident) == 2
 
 
-def test_layers_that_no_adapter_of_the_batch_touches_run_plainly(make: Make) -> None:
+def test_layers_without_an_adapter_of_the_batch_run_the_base(make: Make) -> None:
     model, _ = loaded("llama", ("ia3", "lora-one-layer"), make)
     active = {}
     for recipe in ("ia3", "lora-one-layer", None):
@@ -206,17 +199,17 @@ def test_a_half_precision_model_serves_half_precision_artifacts(make: Make, pair
     )
     model.load_adapter(half.artifact, adapter_name="dora")
     ids = ids_of(2, 8)
-    ours = torch.log_softmax(logits_of(model, ids, ["dora", None]).float(), -1)
+    computed = torch.log_softmax(logits_of(model, ids, ["dora", None]).float(), -1)
     exact = logprobs(peft_model("llama", make("dora", "llama")), ids[:1])[0]
     plain = logprobs(load_base("llama", half.base), ids)
-    assert relative_error(ours[0], exact, plain[0]) < 0.1
+    assert relative_error(computed[0], exact, plain[0]) < 0.1
 
 
-def assert_harmless(model: ServedModel, code: str, says: str, act: Callable[[], object]) -> None:
-    """`act` is refused with a code, and rows of the adapter `lora` and of the base stay bit-identical."""
+def assert_harmless(model: ServedModel, code: str, text: str, act: Callable[[], object]) -> None:
+    """Check that `act` is refused with a code, and that rows of `lora` and of the base stay bit-identical."""
     ids = ids_of(2, 6)
     before, names = logits_of(model, ids, ["lora", None]), model.adapters
-    with pytest.raises(ScuteError, match=says) as refused:
+    with pytest.raises(ScuteError, match=text) as refused:
         act()
     assert refused.value.diagnostics[0].code.name == code
     assert model.adapters == names
@@ -245,11 +238,11 @@ def test_an_artifact_for_other_ranks_is_refused(make: Make, pair: Pair, shared_f
 def test_names_that_are_not_loaded_are_refused(make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     ids = ids_of(2, 4)
-    assert_harmless(model, "SC802", "nobody", lambda: logits_of(model, ids, ["lora", "nobody"]))
-    assert_harmless(model, "SC802", "nobody", lambda: model.generate(ids, adapter_names=["nobody", None]))
-    assert_harmless(model, "SC802", "nobody", lambda: model.delete_adapter("nobody"))
+    assert_harmless(model, "SC802", "unknown", lambda: logits_of(model, ids, ["lora", "unknown"]))
+    assert_harmless(model, "SC802", "unknown", lambda: model.generate(ids, adapter_names=["unknown", None]))
+    assert_harmless(model, "SC802", "unknown", lambda: model.delete_adapter("unknown"))
     assert_harmless(
-        model, "SC802", "nobody", lambda: model.replace_adapter(make("oft", "llama").artifact, adapter_name="nobody")
+        model, "SC802", "unknown", lambda: model.replace_adapter(make("oft", "llama").artifact, adapter_name="unknown")
     )
 
 
@@ -306,13 +299,13 @@ def test_adapter_names_without_an_order_are_refused(names: object, make: Make) -
 
 
 @pytest.mark.parametrize("name", [None, 7, ""])
-def test_an_adapter_is_not_loaded_under_what_is_no_name(name: object, make: Make) -> None:
+def test_an_adapter_name_must_be_a_non_empty_string(name: object, make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     artifact = make("oft", "llama").artifact
-    assert_harmless(model, "SC703", "a text", lambda: model.load_adapter(artifact, adapter_name=name))  # type: ignore[arg-type] # likewise
+    assert_harmless(model, "SC703", "a string", lambda: model.load_adapter(artifact, adapter_name=name))  # type: ignore[arg-type] # likewise
 
 
-def test_another_number_of_names_than_rows_is_refused(make: Make) -> None:
+def test_one_adapter_name_per_row_is_required(make: Make) -> None:
     model, _ = loaded("llama", ("lora",), make)
     assert_harmless(model, "SC703", "3 adapter names for 4 rows", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 3))
     assert_harmless(model, "SC703", "2 adapter names for 4", lambda: logits_of(model, ids_of(4, 4), ["lora"] * 2))

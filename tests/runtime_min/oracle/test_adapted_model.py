@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int, scale: float = 0.3) -> torch.Tensor:
 
 
 def lora(layer: int) -> Written:
-    """A column-parallel site with LoRA and every vector slot."""
+    """Return a column-parallel site with LoRA and every vector slot."""
     slots = {
         "ds": drawn(64, seed=1),
         "b": drawn(64, seed=2),
@@ -37,7 +37,7 @@ def lora(layer: int) -> Written:
 
 
 def values(layer: int) -> Written:
-    """A site with two value heads of width 8, and shared factors."""
+    """Return a site with two value heads of width 8, and shared factors."""
     slots = {"ds": drawn(16, seed=11), "A0": drawn(3, 80, seed=12), "B0": drawn(3, 24, seed=13)}
     return Written(
         name=f"model.layers.{layer}.self_attn.v_proj",
@@ -49,7 +49,7 @@ def values(layer: int) -> Written:
 
 
 def rotated(layer: int, kind: str) -> Written:
-    """A row-parallel site with a rotation, a scale, a shift and LoRA."""
+    """Return a row-parallel site with a rotation, a scale, a shift and LoRA."""
     delta = drawn(20, 8, 8, seed=21) if kind == "blocks" else drawn(160, seed=22)
     slots = {"dR": delta, "ds": drawn(64, seed=23), "b": drawn(64, seed=24)}
     slots |= {"A0": drawn(4, 160, seed=25), "B0": drawn(4, 64, seed=26), "e0": 1 + drawn(64, seed=27)}
@@ -76,7 +76,7 @@ def as_matrix(delta: torch.Tensor) -> torch.Tensor:
     """Return `R - I` as a matrix."""
     if delta.ndim == 1:
         return torch.diag(delta)
-    matrix: torch.Tensor = torch.block_diag(*delta)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+    matrix: torch.Tensor = torch.block_diag(*delta)  # type: ignore[no-untyped-call] # PyTorch does not annotate it
     return matrix
 
 
@@ -211,7 +211,7 @@ def test_an_unknown_adapter_name_is_named_in_the_error(model: torch.nn.Module, t
         logits(model, {"one": artifact}, ["two"])
 
 
-def test_another_number_of_names_than_rows_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_one_adapter_name_per_row_is_required(model: torch.nn.Module, tmp_path: Path) -> None:
     with (
         pytest.raises(ScuteError, match="3 adapter names for 4 rows"),
         AdaptedModel(model, {"one": write_artifact(tmp_path, SITES)}) as adapted,

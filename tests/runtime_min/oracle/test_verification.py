@@ -1,4 +1,4 @@
-"""Verification against PEFT: right artifacts are exact, wrong ones are not, and refusals name their reason."""
+"""Verification against PEFT: correct artifacts are exact, wrong artifacts are not, and refusals give their reason."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def found(verification: Verification) -> str:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_right_artifact_is_exact(adapter: Path, base: Path, tmp_path: Path, tp: int) -> None:
+def test_a_correct_artifact_is_exact(adapter: Path, base: Path, tmp_path: Path, tp: int) -> None:
     result = verify(artifact_of(adapter, tmp_path / "store", tp=tp), adapter, base, tokens=32)
     assert (result.comparable, result.tokens, result.tp) == (True, 32, tp)
     assert result.relative_error is not None

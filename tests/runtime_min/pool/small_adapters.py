@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 
+import pytest
 import torch
 
+from scute_compile.diagnostics import ScuteError
 from scute_compile.ir.program import RotationKind
 from scute_compile.runtime_min.pool.directory import DirectoryEntry, Field
 from scute_compile.runtime_min.pool.packed_adapter import (
@@ -47,6 +49,11 @@ def pool_of(
         map_entries=map_entries,
         shared_pages=shared_pages,
     )
+
+
+def code_of(error: pytest.ExceptionInfo[ScuteError]) -> str:
+    """Return the code of the first finding."""
+    return error.value.diagnostics[0].code.name
 
 
 def load(pool: ResidentPool, name: str, adapter: PackedAdapter) -> int:

@@ -112,7 +112,7 @@ def test_no_rank_loads_an_adapter_larger_than_the_pool_of_one(
 
 
 def uneven() -> Answer:
-    """Pad an adapter of whose two shared factors one is larger on rank 0."""
+    """Pad an adapter with two shared factors, one of which is larger on rank 0."""
     ranks = RankGroup()
     a, b = (
         pack_factor(name, torch.full((4, width), 1.0 + ranks.rank), torch.float32)

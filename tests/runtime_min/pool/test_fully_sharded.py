@@ -1,4 +1,4 @@
-"""Rows of fully sharded terms in the pool's layout, and the intermediates that an all-gather makes of them."""
+"""Rows of fully sharded terms in the pool's layout give whole intermediates after an all-gather."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ TestChurn.settings = settings(max_examples=16, stateful_step_count=30, deadline=
 
 
 class BatchedChurn(Churn):
-    """The same with staging batches of few pages, beside which some adapters are staged alone, and failing writes."""
+    """The same operations with small staging batches, adapters that are staged alone, and failing writes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Choice of the adapters that are evicted: none that the call names, and as many as pages and pairs require."""
+"""The choice of adapters to evict: none that the call names, and as many as pages and pairs require."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from scute_compile.runtime_min.pool.directory import DirectoryEntry, Field
 from scute_compile.runtime_min.pool.packed_adapter import PackedAdapter, PackedFactor
 from scute_compile.runtime_min.pool.reading import read_adapter
 from scute_compile.runtime_min.pool.resident_pool import ResidentPool
-from tests.runtime_min.pool.small_adapters import load, read_back
+from tests.runtime_min.pool.small_adapters import code_of, load, read_back
 from tests.support.artifact_files import rank_file
 from tests.support.artifacts import Written, write_artifact
 from tests.support.commands import compiled
@@ -70,11 +70,6 @@ def read(
     return read_adapter(artifact, pool.sites, pool.dtype, tp=tp, rank=rank, factors=factors, convert=convert)
 
 
-def code_of(error: pytest.ExceptionInfo[ScuteError]) -> str:
-    """Return the code of the first finding."""
-    return error.value.diagnostics[0].code.name
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "recipe", ["lora-patterns", "lora-base-bias", "dora", "ia3-inputs", "vera", "oft", "oft-shared", "adalora"]
@@ -101,7 +96,7 @@ def test_every_slot_of_a_compiled_adapter_reads_back(recipe: str, dtype: str, pa
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_reads_its_own_part(rank: int, pair: Pair, tmp_path: Path) -> None:
+def test_each_rank_reads_its_part(rank: int, pair: Pair, tmp_path: Path) -> None:
     artifact = open_artifact(compiled(*pair("dora", "qwen2"), tmp_path / "store", "--tp", 2))
     pool = pool_for(artifact, rank=rank)
     index, tensors = load(pool, "tenant", read(artifact, pool, tp=2, rank=rank)), load_rank(artifact, rank)

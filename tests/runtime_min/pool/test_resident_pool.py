@@ -26,6 +26,7 @@ from tests.runtime_min.pool.small_adapters import (
     METHODS,
     SITES,
     assert_reads_back,
+    code_of,
     in_use,
     load,
     packed,
@@ -33,11 +34,6 @@ from tests.runtime_min.pool.small_adapters import (
     read_back,
     shared_factors,
 )
-
-
-def code_of(error: pytest.ExceptionInfo[ScuteError]) -> str:
-    """Return the code of the first finding."""
-    return error.value.diagnostics[0].code.name
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -275,7 +271,7 @@ def test_a_lease_is_released_once() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"num_pages": 0}, {"max_adapters": 0}, {"max_adapters": -1}, {"shared_pages": -1}])
-def test_a_pool_of_no_size_is_refused(sizes: dict[str, int]) -> None:
+def test_impossible_pool_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ScuteError) as refused:
         pool_of(**{"num_pages": 8, "max_adapters": 2, **sizes})
     assert code_of(refused) == "SC703"
@@ -297,7 +293,7 @@ def test_the_page_map_is_compacted() -> None:
         assert_reads_back(pool, pool.resident[name], "ia3", 4)
 
 
-def test_statistics_as_text_and_json() -> None:
+def test_statistics_are_given_as_text_and_json() -> None:
     pool = pool_of(100, 4)
     load(pool, "tenant", packed("vera", 1))
     stats = pool.stats()

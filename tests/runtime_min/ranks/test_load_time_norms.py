@@ -1,4 +1,4 @@
-"""DoRA's scale computed from the shards that ranks hold is the compiled one."""
+"""DoRA's scale, computed from the shards that ranks hold, equals the compiled scale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.served import Pair
 
 
 def scales(base: Path, adapter: Path, artifact: Path, c: float) -> Answer:
-    """DoRA's s of every site from this rank's own shards, and from its file of the artifact."""
+    """Return DoRA's s of every site, computed from this rank's shards and read from its file of the artifact."""
     ranks, model = RankGroup(), load_model(base)
     tensors = load_file(adapter / "adapter_model.safetensors")
     file = load_file(artifact / manifest_of(artifact)["ranks"][ranks.rank]["file"])
@@ -47,7 +47,7 @@ def scales(base: Path, adapter: Path, artifact: Path, c: float) -> Answer:
 
 
 @pytest.mark.parametrize(("base", "tp"), [("llama-bf16", 2), ("gpt2", 2), ("llama-nine", 3)])
-def test_scales_from_the_shards_that_ranks_hold_are_the_compiled_ones(
+def test_scales_from_the_shards_of_ranks_match_the_compiled_scales(
     base: str, tp: int, pair: Pair, tmp_path: Path
 ) -> None:
     adapter, where = pair("dora", base)

@@ -1,4 +1,4 @@
-"""Served models on several ranks, as processes: each row of one mixed batch is what PEFT gives it, in both layouts."""
+"""Served models on several ranks, as processes: each row of one mixed batch matches PEFT, in both layouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.served import Compiled, Pair, ids_of, logits_of, logprobs, pe
 FLOAT32 = 5e-5
 """Two rounded matrix products against one, through two layers: about 100 units in the last place of the effect."""
 LAYOUTS = ("default", "full")
-EVERY = ("lora-patterns", "dora", "rsdora-patterns", "dora-rank-1", "ia3-inputs", "vera", "oft", "adalora")
+RECIPES = ("lora-patterns", "dora", "rsdora-patterns", "dora-rank-1", "ia3-inputs", "vera", "oft", "adalora")
 CONV1D = ("lora", "dora", "ia3-inputs", "vera", "lora-base-bias")
 
 Stores = Mapping[str, Path]
@@ -42,12 +42,12 @@ def stores_of(pair: Pair, recipes: Sequence[str], base: str, tp: int, folder: Pa
 
 
 def options_of(tp: int, layout: str) -> tuple[object, ...]:
-    """Options of `scute compile`."""
+    """Return options of `scute compile`."""
     return ("--tp", tp, "--dtype", "float32", "--lora-sharding", layout)
 
 
 def for_rank(model: torch.nn.Module, layout: str, max_adapters: int = 2) -> ServedModel:
-    """A tiny base on this rank, with room for all adapters of a test."""
+    """Return a tiny base on this rank, with room for all adapters of a test."""
     return ServedModel.for_rank(
         model,
         lora_sharding=layout,
@@ -59,13 +59,13 @@ def for_rank(model: torch.nn.Module, layout: str, max_adapters: int = 2) -> Serv
 
 
 def answers(base: Path, stores: Stores, recipes: Sequence[str], ids: torch.Tensor) -> Answer:
-    """One batch with another adapter in every row and the base in the last, in both layouts; runs on every rank."""
+    """Serve one batch in both layouts, with a different adapter in every row and the base in the last row."""
     found: Answer = {}
     for layout, store in stores.items():
         served = for_rank(load_model(base), layout, max_adapters=len(recipes))
         for recipe in recipes:
             served.load_adapter(store / recipe, adapter_name=recipe)
-        # indices differ from rank to rank, as they do after evictions where one rank holds more than another
+        # adapter indices then differ between ranks, as after evictions
         served.pool.ensure(recipes[::-1] if served.ranks.rank else recipes)
         served.ranks.traffic.reset()
         found[layout] = torch.log_softmax(logits_of(served, ids, [*recipes, None]), -1)
@@ -78,15 +78,15 @@ def answers(base: Path, stores: Stores, recipes: Sequence[str], ids: torch.Tenso
 @pytest.mark.parametrize(
     ("base", "tp", "recipes"),
     [
-        ("qwen2", 2, EVERY),
-        ("qwen2", 4, EVERY[:4]),
-        ("llama-nine", 3, EVERY),
-        ("phi3", 2, EVERY[1:]),
+        ("qwen2", 2, RECIPES),
+        ("qwen2", 4, RECIPES[:4]),
+        ("llama-nine", 3, RECIPES),
+        ("phi3", 2, RECIPES[1:]),
         ("gpt2", 2, CONV1D),
         ("llama", 4, ("lora",)),  # alone: at row-parallel layers only the outputs that a rank expands to are touched
     ],
 )
-def test_processes_answer_what_peft_answers_in_both_layouts(
+def test_processes_match_peft_in_both_layouts(
     base: str, tp: int, recipes: tuple[str, ...], pair: Pair, tmp_path: Path
 ) -> None:
     stores = stores_of(pair, recipes, base, tp, tmp_path)
@@ -95,13 +95,13 @@ def test_processes_answer_what_peft_answers_in_both_layouts(
     plain = logprobs(load_base(base, where), ids)
     for layout in LAYOUTS:
         assert all(torch.equal(rank[layout], ranks[0][layout]) for rank in ranks), "every rank has the whole answer"
-        ours = ranks[0][layout]
-        assert (ours[-1] - plain[-1]).abs().max() < 1e-4, "the base's row"
+        computed = ranks[0][layout]
+        assert (computed[-1] - plain[-1]).abs().max() < 1e-4, "the base's row"
         assert (ranks[0][f"{layout} removed"] - plain).abs().max() < 1e-4, "the ranks still share the base"
         for row, recipe in enumerate(recipes):
             chosen = Compiled(adapter=pair(recipe, base)[0], base=where, artifact=stores["full"] / recipe)
-            theirs = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
-            assert relative_error(ours[row], theirs, plain[row]) < FLOAT32, (layout, recipe)
+            expected = logprobs(peft_model(base, chosen), ids[row : row + 1])[0]
+            assert relative_error(computed[row], expected, plain[row]) < FLOAT32, (layout, recipe)
     sent = {layout: dict(zip(Purpose, ranks[0][f"{layout} sent"].tolist(), strict=True)) for layout in LAYOUTS}
     assert sent["default"][Purpose.ADAPTERS] == 0
     assert sent["full"][Purpose.ADAPTERS] > 0
@@ -109,7 +109,7 @@ def test_processes_answer_what_peft_answers_in_both_layouts(
 
 
 def half_loaded(base: Path, stores: Mapping[str, Sequence[Path]], ids: torch.Tensor) -> Answer:
-    """Load from another store on each rank, of which one is refused, then from the same one, and serve that."""
+    """Load from a different store on each rank, one of which is refused; then load from one store, and serve."""
     found: Answer = {}
     for layout in LAYOUTS:
         served, refusal = for_rank(load_model(base), layout), ""
@@ -124,12 +124,12 @@ def half_loaded(base: Path, stores: Mapping[str, Sequence[Path]], ids: torch.Ten
 
 
 def refusal_of(rank: Answer, layout: str) -> str:
-    """The text of what a rank raised."""
+    """Return the text of what a rank raised."""
     return bytes(rank[f"{layout} refusal"].tolist()).decode()
 
 
-def test_what_one_rank_refuses_no_rank_loads(pair: Pair, tmp_path: Path) -> None:
-    """The other ranks would otherwise wait in the next step for ever."""
+def test_no_rank_loads_an_adapter_that_one_rank_refuses(pair: Pair, tmp_path: Path) -> None:
+    """Otherwise the other ranks would wait forever in the next step."""
     stores = {}
     adapter, where = pair("lora", "llama")
     for layout in LAYOUTS:
@@ -149,7 +149,7 @@ def test_what_one_rank_refuses_no_rank_loads(pair: Pair, tmp_path: Path) -> None
         assert not torch.equal(first[0], first[1]), layout
 
 
-def test_ranks_that_read_different_artifacts_load_none(pair: Pair, tmp_path: Path) -> None:
+def test_ranks_that_read_different_artifacts_load_no_adapter(pair: Pair, tmp_path: Path) -> None:
     """Two hosts may hold different compiles under one path: each would serve its part of another adapter."""
     where = pair("lora", "llama")[1]
     stores = {
@@ -168,7 +168,7 @@ def test_ranks_that_read_different_artifacts_load_none(pair: Pair, tmp_path: Pat
 
 
 def attention_traffic(base: Path, artifact: Path, ids: torch.Tensor) -> Answer:
-    """Bytes that each rank sends in one step of a LoRA on attention."""
+    """Return the bytes that each rank sends in one step of a LoRA on attention."""
     served = for_rank(load_model(base), "full")
     served.load_adapter(artifact, adapter_name="one")
     served.ranks.traffic.reset()
@@ -180,7 +180,7 @@ def attention_traffic(base: Path, artifact: Path, ids: torch.Tensor) -> Answer:
 def test_a_lora_on_attention_adds_five_halves_of_its_rank_over_the_width(
     base_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Three gathers of r against half of an all-reduce of h, and one all-reduce of r: 5 r / 2 h of attention's own."""
+    """Three all-gathers of r cost 3/2 all-reduces of r; with one all-reduce of r: 5 r / 2 h of the base's."""
     from tests.support.adapters import lora, write_config
     from tests.support.bases import BASES
 
@@ -204,11 +204,11 @@ def test_one_rank_needs_no_process_group(alone: ServedModel, pair: Pair, tmp_pat
     artifact = compiled(adapter, where, tmp_path / "store", *options_of(1, "full"))
     ids = ids_of(2, 6)
     chosen = Compiled(adapter=adapter, base=where, artifact=artifact)
-    plain, theirs = (logprobs(model, ids) for model in (load_base("llama", where), peft_model("llama", chosen)))
+    plain, expected = (logprobs(model, ids) for model in (load_base("llama", where), peft_model("llama", chosen)))
     alone.load_adapter(artifact, adapter_name="one")
-    ours = torch.log_softmax(logits_of(alone, ids, ["one", None]), -1)
-    assert torch.equal(ours[1], plain[1])
-    assert relative_error(ours[0], theirs[0], plain[0]) < FLOAT32
+    computed = torch.log_softmax(logits_of(alone, ids, ["one", None]), -1)
+    assert torch.equal(computed[1], plain[1])
+    assert relative_error(computed[0], expected[0], plain[0]) < FLOAT32
     assert (alone.ranks.size, alone.ranks.rank) == (1, 0)
     alone.delete_adapter("one")
     with pytest.raises(ScuteError, match="SC802"):
@@ -231,7 +231,7 @@ def test_artifacts_that_do_not_fit_are_refused(alone: ServedModel, pair: Pair, t
             alone.load_adapter(artifact, adapter_name="three")
 
 
-def test_an_artifact_that_is_cut_otherwise_than_the_model_is_refused(pair: Pair, tmp_path: Path) -> None:
+def test_an_artifact_whose_cuts_differ_from_the_model_is_refused(pair: Pair, tmp_path: Path) -> None:
     """Equal shapes are not enough: ranks would apply an adapter to other columns than it was trained for."""
     adapter, where = pair("lora", "llama")
     artifact = open_artifact(compiled(adapter, where, tmp_path, *options_of(2, "default")))

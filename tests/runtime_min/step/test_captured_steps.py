@@ -1,4 +1,4 @@
-"""One captured graph serves every mix: its replays give the results of single launches. Needs a GPU."""
+"""One captured graph serves every mix of adapters: its replays equal single launches. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GEMMS = (
 
 @pytest.mark.parametrize("gemm", GEMMS, ids=("qkv", "o", "gate_up", "down"))
 @pytest.mark.parametrize("methods", [("lora", "dora", "ia3"), ("lora", "dora", "ia3", "vera", "oft")], ids=len)
-def test_replays_with_other_mixes_give_what_launches_give(methods: tuple[str, ...], gemm: tuple[Gemm, int]) -> None:
+def test_replays_with_other_mixes_match_launches(methods: tuple[str, ...], gemm: tuple[Gemm, int]) -> None:
     from scute_compile.runtime_min.step import launch
 
     device, (sites_of_gemm, inputs) = torch.device("cuda"), gemm
@@ -57,7 +57,7 @@ def test_replays_with_other_mixes_give_what_launches_give(methods: tuple[str, ..
         return [adapters[index] for index in torch.randint(len(adapters), (ROWS,), generator=generator).tolist()]
 
     write(drawn())
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it unannotated
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # PyTorch does not annotate it
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()  # compiles

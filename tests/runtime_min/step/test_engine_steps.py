@@ -72,23 +72,23 @@ def test_a_step_is_copied_whole_whatever_was_in_the_buffers_before(tokens: int) 
 
 
 def _variant(features: Features) -> tuple[bool, ...]:
-    """The features that select among compiled variants of the kernels."""
+    """Return the features that select among compiled variants of the kernels."""
     return features.owned, features.shared, features.tall > 0, features.rotated > 0, features.prefill
 
 
 @pytest.mark.parametrize("rows", [5, 20])
 @pytest.mark.parametrize("rotations", [True, False])
-def test_eager_steps_need_no_kernel_that_the_rehearsal_did_not_compile(rotations: bool, rows: int) -> None:
+def test_eager_steps_need_only_kernels_that_the_rehearsal_compiled(rotations: bool, rows: int) -> None:
     steps = _five_methods(rotations=rotations)
     methods = steps.pool.names
     seen = set()
-    for mix in ((methods[0],), *((one, None) for one in methods), methods):
+    for mix in ((methods[0],), *((method, None) for method in methods), methods):
         names = [mix[row % len(mix)] for row in range(rows)]
         steps.hold(names)
         steps.write(names)
         _, rehearsed = steps.rehearsal(rows)
         _, features = steps.arguments_for(rows, fixed=False)
-        assert _variant(features) in {_variant(one) for one in rehearsed}
+        assert _variant(features) in {_variant(variant) for variant in rehearsed}
         seen.add(_variant(features))
     steps.release()
     assert len(seen) == 2
@@ -110,7 +110,7 @@ def _five_methods(*, rotations: bool, max_lora_rank: int = 32) -> EngineSteps:
     return EngineSteps(pool, limits)
 
 
-def test_steps_are_plain_while_none_of_their_adapters_needs_more() -> None:
+def test_steps_are_plain_without_shared_pairs_and_rotations() -> None:
     steps = _five_methods(rotations=True)
     for mix, plain in ((("lora",), True), (("ia3", None), True), (("vera", "lora"), False), (("oft",), False)):
         steps.hold(mix)
@@ -132,7 +132,7 @@ def test_steps_are_plain_while_none_of_their_adapters_needs_more() -> None:
     steps.release()
 
 
-def test_engines_of_small_ranks_launch_nothing_for_large_ones() -> None:
+def test_engines_of_small_ranks_launch_nothing_for_large_ranks() -> None:
     for max_lora_rank, tall in ((16, False), (17, True)):
         steps = _five_methods(rotations=False, max_lora_rank=max_lora_rank)
         steps.hold(["lora"])

@@ -23,7 +23,7 @@ Step = tuple[Any, ...]
 
 
 def step_of(rows: Sequence[str | None], *, bias: bool, sites: tuple[int, int] = (0, 2), seed: int = 0) -> Step:
-    """The operator's arguments for one GEMM of the pool's test sites, with one resident adapter per method."""
+    """Return the operator's arguments for one GEMM of the test sites, with one resident adapter per method."""
     pool = pool_of(256, 8)
     for method in METHODS:
         pool.add(method, packed(method, 2))
@@ -92,7 +92,7 @@ def test_every_method_changes_its_rows_and_no_other() -> None:
 
 @pytest.fixture
 def model(pair: Pair, shared_folder: Path) -> ServedModel:
-    """A tiny Llama for steps of one form, with an adapter of every method."""
+    """Return a tiny Llama for steps of one form, with an adapter of every method."""
     made = {name: artifact_of(name, "llama", pair, shared_folder) for name in ("lora", "dora", "vera", "oft", "ia3")}
     model = served("llama", made["lora"].base, fixed=True, max_num_batched_tokens=64, max_num_seqs=8)
     for name, files in made.items():
@@ -132,7 +132,7 @@ def test_the_metadata_keeps_its_address_from_step_to_step(model: ServedModel) ->
     assert len(addresses) == 1
 
 
-def test_the_served_model_is_the_adapted_model(pair: Pair, shared_folder: Path) -> None:
+def test_the_served_model_matches_the_adapted_model(pair: Pair, shared_folder: Path) -> None:
     names = ("lora", "dora", "ia3-inputs", "vera", "oft", "adalora")
     made = {name: artifact_of(name, "qwen2", pair, shared_folder) for name in names}
     base = made["lora"].base

@@ -15,7 +15,7 @@ SITES = sites_of(gated_shape("small", layers=1, hidden=64, kv=32, mlp=128))
 
 
 def writer_of(*, fixed: bool = False) -> StepWriter:
-    """A writer for steps of up to 64 tokens, with adapters of four methods in its pool."""
+    """Return a writer for steps of up to 64 tokens, with adapters of four methods in its pool."""
     pool = ResidentPool(
         SITES, num_pages=300, max_adapters=4, dtype=torch.float32, device=torch.device("cpu"), shared_pages=64, pairs=1
     )
@@ -58,13 +58,13 @@ def test_rows_that_repeat_are_planned_once_for_the_held_adapters() -> None:
     assert writer.forms[0].plan is not first
 
 
-def test_adapters_are_held_until_the_next_ones_or_their_release() -> None:
+def test_adapters_are_held_until_the_next_hold_or_release() -> None:
     writer = writer_of()
     writer.hold(["ia3"])
     with pytest.raises(ScuteError):
         writer.pool.evict("ia3")
-    with pytest.raises(ScuteError, match="nobody"):
-        writer.hold(["nobody"])
+    with pytest.raises(ScuteError, match="unknown"):
+        writer.hold(["unknown"])
     assert writer.adapted
     writer.hold([None])
     assert (writer.held, writer.adapted) == (True, False)
