@@ -1,4 +1,4 @@
-"""Writing into a store: several writers and readers at once, killed writers, damaged files, and foreign files."""
+"""Writing into a store: several writers and readers at once, killed writers, damaged files, and files of others."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _open_often(store: Path, values: tuple[float, ...], times: int) -> None:
         try:
             found = _values(store / "one")
         except ScuteError as error:
-            if error.diagnostics[0].found != "an artifact that was replaced after it was opened":
+            if not error.diagnostics[0].found.startswith("an artifact that was replaced"):
                 raise
         else:
             assert found in [{value} for value in values]
@@ -215,7 +215,7 @@ def _contents(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_anything_but_an_artifact_is_refused_and_left_untouched(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_artifact_is_refused_and_left_untouched(tmp_path: Path, kind: str) -> None:
     source, store = _artifact(tmp_path / "a", 1.0), tmp_path / "store"
     _write(store, source, "other")
     FOREIGN[kind](store / "one")
@@ -255,7 +255,7 @@ def test_an_artifact_with_a_damaged_manifest_is_replaced(tmp_path: Path, damage:
     assert _names(store / "one") == _expected_names(source)
 
 
-def test_foreign_files_in_an_artifacts_folder_are_kept(tmp_path: Path) -> None:
+def test_files_of_others_in_an_artifacts_folder_are_kept(tmp_path: Path) -> None:
     store = tmp_path / "store"
     _write(store, _artifact(tmp_path / "a", 1.0))
     others = ("README.md", ".gitattributes", "rank-00000-of-00001.safetensors", "adapter_model.safetensors", "x.tmp")
