@@ -29,7 +29,7 @@ from scute_compile.formats.manifest import (
     manifest_digest,
     rank_file_name,
 )
-from scute_compile.formats.reading import exists, opened, read_object, sha256_of
+from scute_compile.formats.reading import JSON_LIMIT, exists, opened, parse_object, read_object, sha256_of
 from scute_compile.formats.safetensors import TensorEntry, read_header
 
 MANIFEST = "manifest.json"
@@ -156,6 +156,25 @@ def _read_manifest(path: Path) -> Manifest:
         fields = read_object(path)
     except ScuteError as error:
         _refuse_manifest(path, error.diagnostics[0].found)
+    return _check_manifest(path, fields)
+
+
+def parse_manifest(raw: bytes, path: Path) -> Manifest:
+    """Return the manifest that `raw` holds, checked as `open_artifact` checks the file at `path`.
+
+    Raises:
+        ScuteError: SC601, SC602 or SC603.
+    """
+    if len(raw) > JSON_LIMIT:
+        _refuse_manifest(path, f"a manifest of {len(raw)} bytes, more than {JSON_LIMIT}")
+    try:
+        fields = parse_object(raw)
+    except ValueError as error:
+        _refuse_manifest(path, str(error))
+    return _check_manifest(path, fields)
+
+
+def _check_manifest(path: Path, fields: Mapping[str, object]) -> Manifest:
     if fields.get("format") != FORMAT:
         _refuse_manifest(path, f"the format {fields.get('format')!r:.40}")
     version = _check_version(path, fields)

@@ -244,6 +244,8 @@ def _check_factors(site: SiteRecord, factors: Mapping[str, FactorFile]) -> None:
 
 def _check_cut(site: SiteRecord) -> None:
     """Check that ranges lie inside the layer, and that only the split's axis is cut and is covered."""
+    if site.split is Split.UNKNOWN and len(site.inputs) > 1:
+        raise ValueError(f"the split of `{site.name}` is unknown for {len(site.inputs)} ranks")
     for axis, features, cuts in (("input", site.in_features, site.inputs), ("output", site.out_features, site.outputs)):
         cut_axis = (axis == "input" and site.split is Split.ROW) or (axis == "output" and site.split is Split.COLUMN)
         for ranges in cuts:
@@ -301,9 +303,13 @@ def _covers(cuts: tuple[Ranges, ...], features: int) -> bool:
 
 def _check_rotation(site: SiteRecord) -> None:
     rotation = site.rotation
-    if rotation is None or rotation.kind is RotationKind.DIAGONAL:
+    if rotation is None:
         return
-    if site.in_features % rotation.block or rotation.blocks not in (1, site.in_features // rotation.block):
+    whole = site.in_features // rotation.block
+    fits = rotation.block == 1 and rotation.blocks == whole
+    if rotation.kind is RotationKind.BLOCKS:
+        fits = site.in_features % rotation.block == 0 and rotation.blocks in {1, whole}
+    if not fits:
         found = f"{rotation.blocks} blocks of {rotation.block}"
         raise ValueError(f"`{site.name}` has {found} on {site.in_features} inputs")
     if any(edge % rotation.block for ranges in site.inputs for pair in ranges for edge in pair):

@@ -11,14 +11,15 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from scute_compile.diagnostics import Code, Findings, ScuteError, fail
-from scute_compile.formats.artifact import FACTORS, MANIFEST, check_factor, factor_path
+from scute_compile.formats.artifact import FACTORS, MANIFEST, check_factor, factor_path, parse_manifest
 from scute_compile.formats.lock import locked
 from scute_compile.formats.manifest import (
     FactorFile,
@@ -35,6 +36,8 @@ _PREFIX, _SUFFIX = ".scute-", ".tmp"
 
 LONGEST_NAME = 255
 """Bytes of a file name that file systems take."""
+MAX_RACES = 8
+"""Attempts to make a store that other writers remove at the same time."""
 
 
 class ArtifactWriter:
@@ -44,6 +47,11 @@ class ArtifactWriter:
         self._store, self._folder = store, folder
         self._named: set[str] = set()
         self._new: list[Path] = []
+        """Files that were missing before."""
+        self._made: list[Path] = []
+        """Folders that were missing before, the outermost first."""
+        self._manifest: bytes | None = None
+        self._make(folder)
 
     def add_factor(self, factor: FactorFile, raw: bytes) -> None:
         """Put a shared factor into the store, unless the store has an undamaged copy.
@@ -64,12 +72,12 @@ class ArtifactWriter:
                 expected="a folder of the store",
                 next="replace the link with a copy of the folder that it names, or choose another -o",
             )
-        folder.mkdir(exist_ok=True)
+        self._make(folder)
         _remove(folder, _is_temporary)
         faults = Findings()
         check_factor(self._store, factor, self._folder.name, faults)
         if faults.errors:
-            _put(factor_path(self._store, factor.hash), raw)
+            self._put(factor_path(self._store, factor.hash), raw)
             _sync(folder)
 
     def add_rank(self, rank: int, tp: int, raw: bytes) -> RankFile:
@@ -86,10 +94,8 @@ class ArtifactWriter:
         digest = hashlib.sha256(raw).hexdigest()
         path = self._folder / rank_file_name(rank, tp, digest)
         self._named.add(path.name)
-        if not os.path.lexists(path):
-            self._new.append(path)
         if not _holds(path, len(raw), digest):
-            _put(path, raw)
+            self._put(path, raw)
         return RankFile(file=path.name, sha256=digest, bytes=len(raw))
 
     def commit(self, fields: Mapping[str, JsonValue]) -> None:
@@ -98,20 +104,41 @@ class ArtifactWriter:
         Args:
             fields: The manifest without its digest, which is added. `format` should be the first field, so that a
                 truncated file still has it.
+
+        Raises:
+            ScuteError: SC601 to SC603 when readers would refuse the manifest; nothing is replaced then.
         """
-        text = json.dumps({**fields, "digest": manifest_digest(fields)}, indent=1) + "\n"
+        raw = (json.dumps({**fields, "digest": manifest_digest(fields)}, indent=1) + "\n").encode()
+        parse_manifest(raw, self._folder / MANIFEST)
         _sync(self._folder)
-        _put(self._folder / MANIFEST, text.encode())
-        self._new.clear()
+        self._manifest = raw
+        _put(self._folder / MANIFEST, raw)
         _sync(self._folder)
         _sync(self._store)
         _remove(self._folder, lambda name: _is_written_here(name) and name not in self._named)
 
-    def abandon(self) -> None:
-        """Remove the rank files that were added without a commit."""
+    def close(self) -> None:
+        """Remove the files and folders that were added, unless they were committed.
+
+        The manifest on disk decides: an interrupt may arrive between its rename and the next statement.
+        """
+        raw = self._manifest
+        if raw is not None and _holds(self._folder / MANIFEST, len(raw), hashlib.sha256(raw).hexdigest()):
+            return
         for path in self._new:
             with suppress(OSError):
                 path.unlink()
+        _remove_empty(reversed(self._made))
+
+    def _make(self, folder: Path) -> None:
+        if not folder.exists():
+            self._made.append(folder)
+        folder.mkdir(exist_ok=True)
+
+    def _put(self, path: Path, raw: bytes) -> None:
+        if not os.path.lexists(path):
+            self._new.append(path)
+        _put(path, raw)
 
 
 @contextmanager
@@ -129,19 +156,14 @@ def artifact_writer(store: Path, name: str) -> Iterator[ArtifactWriter]:
             file can't be written).
     """
     _check_name(name)
-    made: tuple[Path, ...] = ()
     try:
-        made = _make_folders(store)
-        with locked(store):
-            folder = store / name
-            _check_replaceable(folder)
-            made = (*(() if folder.exists() else (folder,)), *made)
-            folder.mkdir(exist_ok=True)
-            writer = ArtifactWriter(store, folder)
+        with _locked_store(store):
+            _check_replaceable(store / name)
+            writer = ArtifactWriter(store, store / name)
             try:
                 yield writer
             finally:
-                writer.abandon()
+                writer.close()
     except OSError as error:
         fail(
             Code.SC109,
@@ -150,19 +172,38 @@ def artifact_writer(store: Path, name: str) -> Iterator[ArtifactWriter]:
             expected="a folder that can be written",
             next="check the path given with -o, its permissions and the free space",
         )
-    finally:
-        for new in made:  # folders that are not empty stay
-            with suppress(OSError):
-                new.rmdir()
+
+
+@contextmanager
+def _locked_store(store: Path) -> Iterator[None]:
+    """Make a store where it is missing and hold its lock. A store that was made and stays empty is removed again."""
+    held, races = False, 0
+    while not held:  # until it is the lock of the folder at that path: other writers may remove a store that they made
+        made = tuple(folder for folder in (store, *store.parents) if not folder.exists())
+        try:
+            store.mkdir(parents=True, exist_ok=True)
+            with locked(store) as held:
+                if held:
+                    try:
+                        yield
+                    finally:
+                        _remove_empty(made)
+        except OSError as error:
+            _remove_empty(made)
+            races += 1
+            removed_meanwhile = isinstance(error, FileExistsError | FileNotFoundError)
+            if held or not removed_meanwhile or races == MAX_RACES:
+                raise
 
 
 def _check_name(name: str) -> None:
-    if not name or name != Path(name).name or name.startswith(".") or name == FACTORS or "\\" in name or "\0" in name:
+    plain = name == Path(name).name and not name.startswith(".") and not any(c in "\\\0" for c in name)
+    if not (name and plain and _is_unicode(name) and name.lower() != FACTORS):  # systems may fold case
         fail(
             Code.SC607,
             where=name,
             found=f"the artifact's name {name!r:.80}",
-            expected=f"a plain file name that doesn't start with a dot and isn't `{FACTORS}`",
+            expected=f"a plain file name in UTF-8 that doesn't start with a dot and isn't `{FACTORS}`",
             next="choose a name with --name",
         )
     if (length := len(os.fsencode(name))) > LONGEST_NAME:
@@ -175,11 +216,13 @@ def _check_name(name: str) -> None:
         )
 
 
-def _make_folders(store: Path) -> tuple[Path, ...]:
-    """Create a store with the folders above it and return those that were missing, the innermost first."""
-    missing = tuple(folder for folder in (store, *store.parents) if not folder.exists())
-    store.mkdir(parents=True, exist_ok=True)
-    return missing
+def _is_unicode(name: str) -> bool:
+    """Return whether a name can be encoded; the names of files that aren't UTF-8 hold lone surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -190,6 +233,8 @@ def _check_replaceable(folder: Path) -> None:
         found = "a symbolic link"
     elif not folder.is_dir():
         found = "a file"
+    elif not _is_spelled_so(folder):
+        found = "a folder whose name differs in case"
     elif os.path.lexists(folder / MANIFEST):
         if _is_manifest(folder / MANIFEST):
             return
@@ -206,6 +251,13 @@ def _check_replaceable(folder: Path) -> None:
         expected="an artifact to replace, or nothing of that name",
         next="choose another --name or -o; nothing was overwritten",
     )
+
+
+def _is_spelled_so(folder: Path) -> bool:
+    """Return whether a folder has exactly this name; systems that fold case find it by others too."""
+    return unicodedata.normalize("NFC", folder.name) in {
+        unicodedata.normalize("NFC", name) for name in names_in(folder.parent)
+    }
 
 
 def _is_manifest(path: Path) -> bool:
@@ -246,6 +298,13 @@ def _put(path: Path, raw: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove those of the folders that are empty, which should be ordered from the innermost."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _remove(folder: Path, unwanted: Callable[[str], bool]) -> None:

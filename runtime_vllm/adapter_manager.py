@@ -33,7 +33,7 @@ MAX_DECODE_ROWS = 64
 
 @dataclass(kw_only=True)
 class Loaded:
-    """What the plugin attaches to vLLM's LoRA model as its attribute `scute`."""
+    """The plugin's data about a loaded adapter, attached to vLLM's LoRA model as `scute`."""
 
     packed: PackedAdapter
     digest: str | None

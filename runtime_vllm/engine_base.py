@@ -56,7 +56,7 @@ class EngineBase:
         """Refuse an artifact that was compiled for another base.
 
         A quantized checkpoint has other tensors than the base that adapters were trained on. For such a base only names
-        and sizes of layers are compared, when the artifact is read, and the engine's log says so.
+        and sizes of layers are compared, when the artifact is read, and a warning is logged.
 
         Raises:
             ScuteError: SC608.

@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.scute")
 DIGEST = "scute_digest"
 """An attribute of a request: the digest of its adapter's content when the request arrived."""
 _digests: dict[str, tuple[tuple[int, int], str]] = {}
-"""By path: inode and change time of an artifact's manifest, and its digest."""
+"""Inode and change time of an artifact's manifest, and its digest, by path."""
 
 
 @dataclass(slots=True)

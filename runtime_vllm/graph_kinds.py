@@ -3,8 +3,8 @@
 A graph launches all that any later step may need. Shared pairs and rotations cost time even in a step without them:
 the GEMM multiplies rows for rotations, and kernels with more features run fewer programs at once. Plain LoRA, DoRA
 and IA3 need neither, so each size is captured a second time without them. vLLM's key of a graph includes a number of
-active adapters; the plugin adds one value of it, for plain graphs. A step runs in a plain graph only when the plugin
-knows the adapters of that step.
+active adapters; the plugin adds one value of it, for plain graphs. A step runs in a plain graph only after its
+adapters are set.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Hook:
     """`module:function` that returns the replacement of the original; None for an attribute that is called or
     overridden in a subclass."""
     feature: str | None = None
-    """What is left out when this vLLM lacks one of its rows; None for a row without which nothing is installed."""
+    """The feature that is left out when vLLM lacks one of its rows; None for a row that the installation needs."""
 
     def fault(self) -> str | None:
         """Return how the installed vLLM differs from this row; None where it has the attribute as expected."""

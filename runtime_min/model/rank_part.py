@@ -28,7 +28,7 @@ class RankPart:
     lora_sharding: LoraSharding = LoraSharding.DEFAULT
     """The layout of low-rank terms over the ranks; a pool holds one layout."""
     cuts: Mapping[str, LayerCut] = field(default_factory=dict)
-    """By path of a layer; empty with one rank."""
+    """How the ranks share each layer, by path; empty with one rank."""
     exchanges: Mapping[str, TermExchange] = field(default_factory=dict)
     """Exchanges of fully sharded terms, by path of a layer; empty in the default layout."""
 

@@ -1,4 +1,4 @@
-"""Simulated tensor parallelism: every rank computes with its shard of the base and the tensors of its own file.
+"""Simulated tensor parallelism: every rank computes with its shard of the base and the tensors of its file.
 
 The ranks' files are never joined. Column-parallel: the ranks' outputs are concatenated. Row-parallel: partial sums stay
 in the wide dtype until they are added, and only one rank adds the base's bias and the shift.

@@ -207,7 +207,7 @@ class _Reader:
         """Return the window of the rank's columns in a shared factor.
 
         One interval of columns that starts at a granule is an offset into the whole factor, which all sites share.
-        Other columns are packed as a factor of their own, and so are the `rows` of a fully sharded term.
+        Other columns are packed as a separate factor, and so are the `rows` of a fully sharded term.
         """
         start = ranges[0][0]
         whole = len(ranges) == 1 and start % values_per_granule(self.dtype) == 0 and rows is None

@@ -83,7 +83,7 @@ class ResidentPool:
         self._residents, self._leases = Residents(self.memory, self._pool, pairs=pairs), Leases()
         self._host: dict[str, PackedAdapter] = {}
         self._current: dict[str, Resident] = {}
-        """By name, least recently used first."""
+        """Adapters on the device by name, least recently used first."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ class Residents:
         self._placed: dict[Resident, None] = {}
         """In the order of placement; a dict, so that any of them can be removed."""
         self.facts: dict[int, ResidentFacts] = {}
-        """By adapter index, the facts from which steps are planned."""
+        """Facts from which steps are planned, by adapter index."""
         self.map_moved = 0
         """Entries of the page map that were rewritten to close gaps; pages of adapters never move."""
         self.shared_moved = 0

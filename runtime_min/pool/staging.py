@@ -48,7 +48,7 @@ class StagingBatch:
         self._pages: list[torch.Tensor] = []
         self._starts: list[int] = []
         self.rows: dict[int, torch.Tensor] = {}
-        """By adapter index, the directory rows that were written last."""
+        """The directory rows to write, by adapter index; later rows replace earlier rows."""
 
     def has_room(self, size: int) -> bool:
         """Return whether an adapter of `size` bytes fits into the rest of the staging memory."""

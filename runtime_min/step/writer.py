@@ -53,7 +53,7 @@ class StepForm:
 
     buffers: StepBuffers
     plan: StepPlan
-    """What the buffers hold."""
+    """The plan that the buffers hold."""
 
 
 class StepWriter:
@@ -70,9 +70,9 @@ class StepWriter:
         self.tokens = 0
         """Rows of the current step."""
         self._buffers: dict[bool, StepBuffers] = {}
-        """By form: False for decode, True for prefill."""
+        """The buffers by form: False for decode, True for prefill."""
         self._planned: dict[bool, StepForm] = {}
-        """By form, the last step that was written in it for the held adapters."""
+        """The last step that was written in each form for the held adapters."""
         self.forms: tuple[StepForm, ...] = ()
         """The forms of the current step, decode first."""
         self._lease: Lease | None = None

@@ -143,6 +143,8 @@ def test_a_newer_minor_version_opens_unless_it_has_new_fields(folder: Path) -> N
         (lambda m: m["sites"][1].update(shift_rank=-1), "rank -1 can't add"),
         (lambda m: m["sites"][0].update(shift_rank=0), "rank 0 can't add"),
         (lambda m: m["sites"][0]["rotation"].update(block=5), "3 blocks of 5"),
+        (lambda m: m["sites"][0].update(rotation={"kind": "diagonal", "block": 2, "blocks": 6}), "6 blocks of 2"),
+        (lambda m: m["sites"][0].update(split="unknown", outputs=2 * [[[0, 16]]]), "unknown for 2 ranks"),
         (lambda m: m["sites"][1].update(rotation={"kind": "blocks", "block": 16, "blocks": 1}), "across a cut"),
         (lambda m: m["sites"][0]["terms"][0]["a"].update(features=11), "11 features of 12"),
         (lambda m: m["sites"][0]["terms"][0].update(rank=4), "5x20"),

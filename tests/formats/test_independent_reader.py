@@ -174,26 +174,36 @@ def peft_model(adapter: Path, base: str, base_folder: Path) -> Any:  # noqa: ANN
     return PeftModel.from_pretrained(load_base(base, base_folder), adapter).double().eval().base_model.model
 
 
-def checks_of(artifact: Artifact, recipe: str, base: str, adapter: Path, base_folder: Path) -> Iterator[Check]:
-    """Yield a check for every layer that PEFT adapts: alone, or its MLP where the artifact moved its slot."""
+@cache
+def peft_output(adapter: Path, base: str, base_folder: Path, name: str, width: int) -> tuple[Array, Array]:
+    """Return random inputs of a module and what PEFT computes for them."""
     import torch
 
+    x = np.random.default_rng(width).standard_normal((TOKENS, width))
+    with torch.no_grad():
+        return x, peft_model(adapter, base, base_folder).get_submodule(name)(torch.from_numpy(x)).numpy()
+
+
+@cache
+def layers_of(base: str, base_folder: Path) -> Layers:
+    """Return the layers of a base's files."""
     from tests.support.bases import BASES
 
-    model = peft_model(adapter, base, base_folder)
-    layers = Layers(open_base(base_folder), BASES[base].sites.conv1d)
-    generator = np.random.default_rng(len(recipe))
-    adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
+    return Layers(open_base(base_folder), BASES[base].sites.conv1d)
+
+
+def checks_of(artifact: Artifact, recipe: str, base: str, adapter: Path, base_folder: Path) -> Iterator[Check]:
+    """Yield a check for every layer that PEFT adapts: alone, or its MLP where the artifact moved its slot."""
+    modules = peft_model(adapter, base, base_folder).named_modules()
+    adapted = [name for name, module in modules if hasattr(module, "base_layer")]
     assert adapted
+    layers = layers_of(base, base_folder)
     for layer in adapted:
         moved = layer not in artifact.sites
         name = layer.rpartition(".")[0] if moved else layer
         assert not moved or (recipe.startswith("ia3") and layer.endswith("down_proj")), layer
-        width = layers.matrix(f"{name}.up_proj" if moved else name)[0].shape[0]
-        x = generator.standard_normal((TOKENS, width))
-        with torch.no_grad():
-            expected = model.get_submodule(name)(torch.from_numpy(x)).numpy()
-        yield (GatedMLP if moved else Linear)(layers, name, x, expected)
+        width = len(layers.matrix(f"{name}.up_proj" if moved else name)[0])
+        yield (GatedMLP if moved else Linear)(layers, name, *peft_output(adapter, base, base_folder, name, width))
 
 
 def error(check: Check, artifact: Artifact, bound: Array) -> float:
