@@ -31,16 +31,16 @@ VARYING = re.compile(r"\d+(?:\.\d+)?e[-+]\d+|\b\d\.\d{3}\b|\b[0-9a-f]{12,16}\b")
 MAKES_THE_EXAMPLE = "scute demo -o example"
 RUN_ELSEWHERE = {
     "python3": "sets up an environment; the workflows in .github run these lines",
-    "pip": "likewise",
-    "git": "likewise",
+    "pip": "sets up an environment, as above",
+    "git": "sets up an environment, as above",
     ".ci/run": "runs this test",
     ".ci/vllm": "the plugin's tests, in an environment with vLLM",
     "pytest": "runs this test",
-    "SCUTE_UPDATE_GOLDEN=1": "likewise",
+    "SCUTE_UPDATE_GOLDEN=1": "runs this test",
     "ruff": "run by .ci/run",
     "mkdocs": "run by test_site.py and .ci/run",
     "vllm": "needs vLLM: tests/runtime_vllm_server starts the same server",
-    "curl": "likewise",
+    "curl": "needs vLLM: tests/runtime_vllm_server starts the same server",
 }
 """First word of a command that pages show and `run_commands` doesn't run -> the reason."""
 
