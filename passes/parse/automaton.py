@@ -282,29 +282,34 @@ def _character(kind: Any, argument: Any, flags: int) -> Accepts:  # noqa: ANN401
         return (lambda _: True) if flags & re.DOTALL else (lambda character: character != "\n")
     if kind is op.IN:
         negated = argument[0][0] is op.NEGATE
-        members = [_plain(k, a, flags) for k, a in argument[negated:]]
-        return _folded(lambda character: any(member(character) for member in members), negated=negated, flags=flags)
-    if kind in (op.LITERAL, op.NOT_LITERAL):
-        return _folded(_plain(op.LITERAL, argument, flags), negated=kind is op.NOT_LITERAL, flags=flags)
+        members = [_member(k, a, flags) for k, a in argument[negated:]]
+        return lambda character: any(member(character) for member in members) is not negated
+    if kind is op.LITERAL:
+        return _member(kind, argument, flags)
+    if kind is op.NOT_LITERAL:
+        accepts = _member(op.LITERAL, argument, flags)
+        return lambda character: not accepts(character)
     raise UnsupportedPatternError(f"`{str(kind).lower()}` is not part of a regular expression in the strict sense")
 
 
-def _plain(kind: Any, argument: Any, flags: int) -> Accepts:  # noqa: ANN401 - likewise
-    if kind is op.LITERAL:
-        return lambda character: ord(character) == argument
-    if kind is op.RANGE:
-        first, last = argument
-        return lambda character: first <= ord(character) <= last
+def _member(kind: Any, argument: Any, flags: int) -> Accepts:  # noqa: ANN401 - likewise
     if kind is op.CATEGORY:
         return _category(argument, flags)
-    raise UnsupportedPatternError(f"a set holds `{str(kind).lower()}`")
+    if kind not in (op.LITERAL, op.RANGE):
+        raise UnsupportedPatternError(f"a set holds `{str(kind).lower()}`")
+    first, last = argument if kind is op.RANGE else (argument, argument)
+    if not flags & re.IGNORECASE:
+        return lambda character: first <= ord(character) <= last
+    return lambda character: any(first <= ord(case) <= last for case in _cases(character, flags))
 
 
-def _folded(accepts: Accepts, *, negated: bool, flags: int) -> Accepts:
-    """Return a set's test, without regard to case under `(?i)` (which `re` applies before it negates)."""
-    if flags & re.IGNORECASE:
-        return lambda c: (accepts(c) or accepts(c.lower()[:1]) or accepts(c.upper()[:1])) is not negated
-    return (lambda character: not accepts(character)) if negated else accepts
+def _cases(character: str, flags: int) -> tuple[str, ...]:
+    """Return a character in the cases that `(?i)` takes for the same; only cases of one character count."""
+    if flags & re.ASCII and not character.isascii():
+        return (character,)
+    lower = character.lower()[:1]
+    upper = lower.upper()
+    return (character, lower, upper, upper.lower()) if len(upper) == 1 else (character, lower)
 
 
 def _is_word(character: str) -> bool:

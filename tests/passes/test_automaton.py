@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scute_compile.diagnostics import ScuteError
-from scute_compile.passes.parse.automaton import MOST_STEPS, UnsupportedPatternError, compiled
+from scute_compile.passes.parse.automaton import MOST_CACHED, MOST_STEPS, UnsupportedPatternError, compiled
 from scute_compile.passes.parse.patterns import full_match, layer_number
 
 ATOMS = (
@@ -27,6 +27,13 @@ PATTERNS = st.recursive(
     ),
     max_leaves=6,
 )
+EDGES = [
+    *(("(?i:a(?-i:b))", "Ab"), ("(?i:a(?-i:b))", "AB"), (r"a$\n", "a\n"), (r"a$b?\n", "ab\n"), (r"a\Z\n?", "a\n")),
+    *(("(?i)[A-Z]", "\N{LATIN SMALL LETTER SHARP S}"), ("(?i)[A-Z]", "\N{LATIN CAPITAL LETTER I WITH DOT ABOVE}")),
+    *((r"(?i)(?a:\w)", "\N{LATIN SMALL LETTER LONG S}"), ("(?i)s", "\N{LATIN SMALL LETTER LONG S}")),
+    *(("(?i)k", "\N{KELVIN SIGN}"), ("(?ia)k", "\N{KELVIN SIGN}"), ("(?i)[^k]", "\N{KELVIN SIGN}"), ("(?i)[^k]", "K")),
+]
+"""Patterns and texts, of which random ones are few."""
 PATHS = [f"model.layers.{layer}.self_attn.{name}" for layer, name in product(range(14), ("q_proj", "k_proj"))]
 
 
@@ -40,6 +47,11 @@ def test_a_pattern_matches_what_re_matches(pattern: str, texts: list[str]) -> No
         return
     for text in texts:
         assert automaton.fullmatch(text) is (wanted.fullmatch(text) is not None), text
+
+
+@pytest.mark.parametrize(("pattern", "text"), EDGES)
+def test_edge_cases_match_what_re_matches(pattern: str, text: str) -> None:
+    assert compiled(pattern).fullmatch(text) is (re.fullmatch(pattern, text) is not None)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +80,12 @@ def test_patterns_that_programs_write_match_what_re_matches(pattern: str) -> Non
         ("(" * 5000 + ")" * 5000, "nests"),
         ("([a-z0-9_.]+)*!", "exponential"),
         (r"(?:a|(?=b\w*)c)+?", "exponential"),
+        (r"\)" * 100 + "(" * 100 + ")" * 100, "nests"),
         (r"(a)\1", "groupref"),
         ("(?>a)b", "atomic_group"),
         ("a++", "possessive_repeat"),
         ("(?<=a.*)b", "look-behind"),
+        (r"(?<=\ba)b", "look-behind"),
         ("a{99999999999}", "repetition"),
         ("((a{,300}){,300}){,300}", "states"),
     ],
@@ -88,6 +102,13 @@ def test_patterns_without_a_bounded_automaton_are_refused(pattern: str, reason: 
 def test_work_on_one_name_is_bounded() -> None:
     with pytest.raises(ScuteError, match=f"{MOST_STEPS} steps"):
         full_match("(a|aa){40}.*(?!" + ".*" * 50 + "b)", "a" * 20000, where="target_modules")
+
+
+def test_remembered_steps_are_bounded() -> None:
+    pattern = compiled("(?:.|$)*")
+    assert pattern.fullmatch("".join(map(chr, range(0x4E00, 0x4E00 + 2 * MOST_CACHED))))
+    assert 0 < len(pattern._steps) <= MOST_CACHED
+    assert 0 < len(pattern._closures) <= MOST_CACHED
 
 
 @pytest.mark.parametrize("pattern", ["[^.]*", "layers", "(?:h|layers)", "lay[^.]*", "blocks"])
